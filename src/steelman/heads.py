@@ -1,0 +1,181 @@
+"""Heads: features to logits. The head owns normalisation, scale and margin.
+
+Logits leave the head already scaled, so an attack, a training loss and an evaluation all see the same ones. The margin
+enters only where a training loss passes labels, through ``training_logits``.
+
+Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding": FN (Eq. 12), WN, HE (Eq. 5 and 6) and
+the modified m-HE, whose logits are angles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steelman.errors import UserError
+from steelman.settings import make
+
+# d arccos(c)/dc diverges at |c| = 1; this is the clamp that keeps it finite.
+ANGLE_GUARD = 1e-6
+
+
+class Head(nn.Module):
+    """z -> scale * f(W, z), where W (features to classes) and z are normalised or not, and f is a product or an angle.
+
+    linear:  W z + b                     FN:  s W z~ + b          WN:  s W~ z
+    HE:      s cos(theta) = s W~ z~      m-HE:  -s theta          (~ means divided by the l2 norm)
+
+    The training margin m lowers the true class: s (cos theta - m 1_y), or s (-theta - m 1_y).
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_classes: int,
+        *,
+        normalise_features: bool = False,
+        normalise_weights: bool = False,
+        angular: bool = False,
+        bias: bool = True,
+        scale: float = 1.0,
+        margin: float = 0.0,
+        zero_init: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise UserError(f"expected at least two classes, got {num_classes}")
+        if not (math.isfinite(scale) and scale > 0):
+            raise UserError(f"head scale: expected a number above 0, got {scale}")
+        if not (math.isfinite(margin) and margin >= 0):
+            raise UserError(f"head margin: expected a number of at least 0, got {margin}")
+        if zero_init and normalise_weights:
+            raise UserError(
+                "zero_init: a zero weight has no direction, so a head that normalises weights cannot use it"
+            )
+        self.features, self.num_classes = features, num_classes
+        self.normalise_features, self.normalise_weights, self.angular = normalise_features, normalise_weights, angular
+        self.scale, self.margin = scale, margin
+        self.weight = nn.Parameter(torch.empty(num_classes, features))
+        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
+        if zero_init:
+            nn.init.zeros_(self.weight)
+        else:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            if self.bias is not None and features:
+                nn.init.uniform_(self.bias, -1 / math.sqrt(features), 1 / math.sqrt(features))
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.normalise_features:
+            z = F.normalize(z, dim=1)
+        weight = F.normalize(self.weight, dim=1) if self.normalise_weights else self.weight
+        out = F.linear(z, weight)
+        if self.angular:
+            # In float32 even under autocast: near the clamp, half precision has no angles left.
+            cos = out if out.dtype == torch.float64 else out.float()
+            out = -torch.arccos(cos.clamp(-1 + ANGLE_GUARD, 1 - ANGLE_GUARD))
+        out = self.scale * out
+        return out if self.bias is None else out + self.bias
+
+    def with_margin(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Logits for a training loss: the true class lowered by scale * margin."""
+        if self.margin == 0:
+            return logits
+        lowered = torch.full_like(y, self.scale * self.margin, dtype=logits.dtype)[:, None]
+        return logits - torch.zeros_like(logits).scatter(1, y[:, None], lowered)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.features} -> {self.num_classes}, normalise_features={self.normalise_features}, "
+            f"normalise_weights={self.normalise_weights}, angular={self.angular}, scale={self.scale}, "
+            f"margin={self.margin}"
+        )
+
+
+def linear(features: int, num_classes: int, *, bias: bool = True, zero_init: bool = False) -> Head:
+    """W z + b, the plain head."""
+    return Head(features, num_classes, bias=bias, zero_init=zero_init)
+
+
+def fn(features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0.0, bias: bool = False) -> Head:
+    """s W z~: normalised features only (Pang et al., 2020, Eq. 12)."""
+    return Head(features, num_classes, normalise_features=True, bias=bias, scale=scale, margin=margin)
+
+
+def wn(features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0.0) -> Head:
+    """s W~ z: normalised weights only. Features keep their length, so scale 1 is the sane default."""
+    return Head(features, num_classes, normalise_weights=True, bias=False, scale=scale, margin=margin)
+
+
+_hypersphere = partial(Head, normalise_features=True, normalise_weights=True, bias=False)
+
+
+def he(features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.2) -> Head:
+    """s cos(theta): hypersphere embedding, with the margin m in the training loss (Pang et al., 2020, Eq. 6)."""
+    return _hypersphere(features, num_classes, scale=scale, margin=margin)
+
+
+def mhe(features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.1) -> Head:
+    """-s theta: hypersphere embedding on angles instead of cosines (Pang et al., 2020, m-HE)."""
+    return _hypersphere(features, num_classes, angular=True, scale=scale, margin=margin)
+
+
+HEADS: dict[str, Callable[..., Head]] = {"linear": linear, "fn": fn, "wn": wn, "he": he, "m-he": mhe}
+
+
+def build_head(name: str, features: int, num_classes: int, **options: Any) -> Head:
+    """Construct a head by its registry name."""
+    return make("head", HEADS, name, {"features": features, "num_classes": num_classes, **options})
+
+
+def head_of(model: nn.Module) -> Head | None:
+    """The steelman head inside a model, however it is wrapped; None when it has none."""
+    found = [module for module in model.modules() if isinstance(module, Head)]
+    if len(found) > 1:
+        raise UserError(f"expected at most one steelman head in the model, found {len(found)}")
+    return found[0] if found else None
+
+
+def training_logits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Logits as a training loss sees them: scaled, and with the head's margin on the true class."""
+    logits: Tensor = model(x).float() if x.dtype != torch.float64 else model(x)
+    head = head_of(model)
+    return logits if head is None else head.with_margin(logits, y)
+
+
+def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **options: Any) -> nn.Module:
+    """Put a head on any model in place of its last linear layer, keeping that layer's weights; the model is changed.
+
+    Arguments: `layer` is the dotted name of the layer to replace, for models whose classifier is not the last
+    ``nn.Linear`` they define; `options` go to the head (scale, margin).
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> embed(net, scale=10)(torch.rand(2, 1, 2, 2)).abs().max() <= 10
+    tensor(True)
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not layers:
+        raise UserError(
+            f"embed: expected a model with a linear layer to replace, got {type(model).__name__} without one"
+        )
+    if layer is None:
+        layer = list(layers)[-1]
+    if layer not in layers:
+        raise UserError(f"embed: {layer!r} is not a linear layer of the model; choices: {', '.join(layers)}")
+    if layer == "":
+        raise UserError("embed: the model is itself one linear layer; wrap it, for example in nn.Sequential")
+    old = layers[layer]
+    new = build_head(head, old.in_features, old.out_features, **options)
+    with torch.no_grad():
+        new.weight.copy_(old.weight)
+        if new.bias is not None and old.bias is not None:
+            new.bias.copy_(old.bias)
+    new.to(device=old.weight.device, dtype=old.weight.dtype).train(old.training)
+    parent, _, name = layer.rpartition(".")
+    setattr(model.get_submodule(parent), name, new)
+    return model

@@ -1,0 +1,86 @@
+"""Counter-based noise: what a sample gets depends on (seed, stream, sample index) and on nothing else.
+
+The generator is SplitMix64 (Steele, Lea and Flood, 2014): the d-th draw of a sample is ``mix(key + (d + 1) * GOLDEN)``,
+so any draw can be made at any time, on any device, in any batch and by any process, and comes out the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_A = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_B = -7723592293110705685  # 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The SplitMix64 output function on int64 tensors (multiplication wraps; shifts are made logical by a mask)."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_A
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_B
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A seed and the path of streams below it; ``fold`` opens a new, independent stream.
+
+    >>> key = Key(0).fold("attack", 3)
+    >>> a = key.uniform(torch.tensor([5, 9]), (2,))
+    >>> b = key.uniform(torch.tensor([9]), (2,))
+    >>> bool((a[1] == b[0]).all())
+    True
+    """
+
+    seed: int
+    path: tuple[int | str, ...] = ()
+
+    def fold(self, *parts: int | str) -> Key:
+        """The stream named by `parts` below this one."""
+        return Key(self.seed, (*self.path, *parts))
+
+    def integer(self) -> int:
+        """This stream as one signed 64-bit integer."""
+        text = repr((int(self.seed), *self.path)).encode()
+        return _signed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+    def bits(self, index: Tensor, count: int) -> Tensor:
+        """`count` random 64-bit integers for each sample index: int64 of shape (N, count)."""
+        index = index.to(torch.int64)
+        start = _mix(_mix(index * _GOLDEN + self.integer()) + _GOLDEN)
+        counter = torch.arange(1, count + 1, dtype=torch.int64, device=index.device) * _GOLDEN
+        return _mix(start[:, None] + counter[None, :])
+
+    def uniform(self, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uniform noise in [0, 1) of shape (N, *shape); 24 bits each, so float32 and float64 agree."""
+        count = math.prod(shape)
+        bits = self.bits(index, (count + 1) // 2)
+        high = (bits >> 40) & 0xFFFFFF
+        low = (bits >> 8) & 0xFFFFFF
+        both = torch.stack((high, low), dim=-1).reshape(len(index), -1)[:, :count]
+        return (both.to(dtype) * 2.0**-24).reshape(len(index), *shape)
+
+    def normal(self, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Standard normal noise of shape (N, *shape), by the Box-Muller transform."""
+        count = math.prod(shape)
+        pairs = (count + 1) // 2
+        u = self.uniform(index, (2 * pairs,), torch.float64)
+        radius = (-2.0 * torch.log1p(-u[:, :pairs])).sqrt()
+        angle = (2.0 * math.pi) * u[:, pairs:]
+        both = torch.cat((radius * angle.cos(), radius * angle.sin()), dim=1)[:, :count]
+        return both.to(dtype).reshape(len(index), *shape)
+
+    def permutation(self, n: int) -> Tensor:
+        """A random order of 0 .. n - 1."""
+        draws = self.bits(torch.arange(n), 1)[:, 0]
+        return torch.argsort(draws, stable=True)

@@ -1,0 +1,121 @@
+"""Settings objects (frozen, keyword-only, validated dataclasses) and the registries that name them.
+
+An ingredient is declared once, as a dataclass with ``@settings``; Python callers construct it, recipes and the
+command line name it in its registry, and all of them get the same validation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import pydantic
+from pydantic import BeforeValidator, ConfigDict, ValidationError
+
+from steelman.errors import UserError, unknown
+
+T = TypeVar("T")
+
+_FRACTION = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*/\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
+
+
+def number(value: object) -> object:
+    """Read ``"8/255"`` as a number; hand everything else on to the validator.
+
+    >>> number("8/255") == 8 / 255
+    True
+    """
+    if isinstance(value, str) and (match := _FRACTION.fullmatch(value)):
+        try:
+            return float(match[1]) / float(match[2])
+        except (ValueError, ZeroDivisionError):
+            raise UserError(f"expected a number or a fraction such as 8/255, got {value!r}") from None
+    return value
+
+
+Number = Annotated[float, BeforeValidator(number), pydantic.Field(allow_inf_nan=False)]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only dataclass whose fields are validated and whose extra fields raise."""
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    made: type[T] = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)  # type: ignore[assignment]
+    return made
+
+
+class SettingsError(UserError):
+    """One or more bad settings; each problem is (path of keys, what is wrong)."""
+
+    def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(f"{'.'.join(path)}: {text}" if path else text for path, text in problems))
+
+    @classmethod
+    def of(cls, error: ValidationError, prefix: tuple[str, ...] = ()) -> SettingsError:
+        """Flatten a validation error, however deeply registries are nested, into paths and sentences."""
+        problems: list[tuple[tuple[str, ...], str]] = []
+        for item in error.errors(include_url=False):
+            path = (*prefix, *(str(part) for part in item["loc"] if not str(part).startswith("function-")))
+            inner = item.get("ctx", {}).get("error")
+            if isinstance(inner, SettingsError):
+                problems += [((*path, *sub), text) for sub, text in inner.problems]
+            elif isinstance(inner, UserError):
+                problems.append((path, str(inner)))
+            elif item["type"] == "missing":
+                problems.append((path, "is required and missing"))
+            elif item["type"] == "unexpected_keyword_argument":
+                problems.append((path, "unknown key"))
+            else:
+                text = item["msg"].removeprefix("Value error, ")
+                problems.append((path, f"{text[:1].lower()}{text[1:]}, got {item['input']!r}"))
+        return cls(list(dict.fromkeys(problems)))
+
+
+def options_of(factory: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """The options a registry entry takes beyond those it fixes itself."""
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+
+
+def summary_of(factory: Callable[..., object]) -> str:
+    """The first line of a registry entry's docstring."""
+    target = factory.func if isinstance(factory, functools.partial) else factory
+    return (getattr(factory, "summary", None) or inspect.getdoc(target) or "").split("\n")[0]
+
+
+def make(kind: str, registry: Mapping[str, Callable[..., T]], name: object, options: Mapping[str, Any]) -> T:
+    """Construct the registry entry `name` with `options`; every mistake names the key, the value and the choices."""
+    if not isinstance(name, str) or name not in registry:
+        raise unknown(kind, name, registry)
+    factory = registry[name]
+    known = options_of(factory)
+    wrong = [((key,), str(unknown(f"option of {kind} {name!r}", key, known))) for key in options if key not in known]
+    if wrong:
+        raise SettingsError(wrong)
+    try:
+        return factory(**options)
+    except ValidationError as error:
+        raise SettingsError.of(error) from None
+
+
+def named(kind: str, registry: Mapping[str, Callable[..., Any]]) -> BeforeValidator:
+    """A field that may be given as an object, as a name, or as a mapping with a ``name`` and options."""
+
+    def build(value: object) -> object:
+        if isinstance(value, str):
+            return make(kind, registry, value, {})
+        if isinstance(value, Mapping):
+            options = {str(key): item for key, item in value.items()}
+            if "name" not in options:
+                raise SettingsError([(("name",), f"is required: which {kind}? choices: {', '.join(sorted(registry))}")])
+            return make(kind, registry, options.pop("name"), options)
+        return value
+
+    return BeforeValidator(build)
