@@ -1,7 +1,7 @@
 """Heads: features to logits. The head owns normalisation, scale and margin.
 
 Logits leave the head already scaled, so an attack, a training loss and an evaluation all see the same ones. The margin
-enters only where a training loss passes labels, through ``training_logits``.
+enters only where a training loss passes labels, through ``with_margin``.
 
 Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding": FN (Eq. 12), WN, HE (Eq. 5 and 6) and
 the modified m-HE, whose logits are angles.
@@ -48,12 +48,12 @@ class Head(nn.Module):
         zero_init: bool = False,
     ) -> None:
         super().__init__()
-        if num_classes < 2:
-            raise UserError(f"expected at least two classes, got {num_classes}")
-        if not (math.isfinite(scale) and scale > 0):
-            raise UserError(f"head scale: expected a number above 0, got {scale}")
-        if not (math.isfinite(margin) and margin >= 0):
-            raise UserError(f"head margin: expected a number of at least 0, got {margin}")
+        if not (isinstance(num_classes, int) and num_classes >= 2):
+            raise UserError(f"expected at least two classes, got {num_classes!r}")
+        if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+            raise UserError(f"head scale: expected a number above 0, got {scale!r}")
+        if not (isinstance(margin, (int, float)) and math.isfinite(margin) and margin >= 0):
+            raise UserError(f"head margin: expected a number of at least 0, got {margin!r}")
         if zero_init and normalise_weights:
             raise UserError(
                 "zero_init: a zero weight has no direction, so a head that normalises weights cannot use it"
@@ -141,9 +141,8 @@ def head_of(model: nn.Module) -> Head | None:
     return found[0] if found else None
 
 
-def training_logits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Logits as a training loss sees them: scaled, and with the head's margin on the true class."""
-    logits: Tensor = model(x).float() if x.dtype != torch.float64 else model(x)
+def with_margin(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
+    """A model's logits as a training loss sees them: with its head's margin, if it has one, on the true class."""
     head = head_of(model)
     return logits if head is None else head.with_margin(logits, y)
 
@@ -173,8 +172,8 @@ def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **opt
     new = build_head(head, old.in_features, old.out_features, **options)
     with torch.no_grad():
         new.weight.copy_(old.weight)
-        if new.bias is not None and old.bias is not None:
-            new.bias.copy_(old.bias)
+        if new.bias is not None:
+            new.bias.copy_(torch.zeros_like(new.bias) if old.bias is None else old.bias)
     new.to(device=old.weight.device, dtype=old.weight.dtype).train(old.training)
     parent, _, name = layer.rpartition(".")
     setattr(model.get_submodule(parent), name, new)

@@ -81,8 +81,10 @@ def scale_invariant_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
     The spread is a constant to the gradient; only its direction would change otherwise, not the invariance.
     """
-    spread = logits.detach().std(dim=1, correction=0, keepdim=True)
-    return cross_entropy(logits / spread.clamp_min(torch.finfo(logits.dtype).tiny), y)
+    fixed = logits.detach()
+    spread = fixed.std(dim=1, correction=0, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
+    # Measured from the largest, so that equal logits, whose spread is zero, stay finite.
+    return cross_entropy((logits - fixed.amax(dim=1, keepdim=True)) / spread, y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +121,8 @@ def adversarial_loss(
     if loss.needs == "reference":
         if reference is None:
             raise UserError(f"loss {name!r} compares with the clean logits, and none were given")
+        if target is not None:
+            raise UserError(f"loss {name!r} moves away from the clean logits, and cannot move towards a target class")
         return loss.function(logits, reference)
     if loss.needs == "target":
         if target is None:

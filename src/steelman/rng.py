@@ -67,8 +67,10 @@ class Key:
         bits = self.bits(index, (count + 1) // 2)
         high = (bits >> 40) & 0xFFFFFF
         low = (bits >> 8) & 0xFFFFFF
-        both = torch.stack((high, low), dim=-1).reshape(len(index), -1)[:, :count]
-        return (both.to(dtype) * 2.0**-24).reshape(len(index), *shape)
+        both = torch.stack((high, low), dim=-1).flatten(1)[:, :count]
+        # 24 bits overflow half precision, so the product is made in at least float32.
+        exact = torch.promote_types(dtype, torch.float32)
+        return (both.to(exact) * 2.0**-24).to(dtype).reshape(len(index), *shape)
 
     def normal(self, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal noise of shape (N, *shape), by the Box-Muller transform."""

@@ -23,17 +23,21 @@ _FRACTION = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*/\s*([0-9.]+(?:
 
 
 def number(value: object) -> object:
-    """Read ``"8/255"`` as a number; hand everything else on to the validator.
+    """Read ``"8/255"`` and ``"1e-3"`` as numbers; hand everything else on to the validator.
 
     >>> number("8/255") == 8 / 255
     True
     """
-    if isinstance(value, str) and (match := _FRACTION.fullmatch(value)):
-        try:
+    if not isinstance(value, str):
+        return value
+    try:
+        if match := _FRACTION.fullmatch(value):
             return float(match[1]) / float(match[2])
-        except (ValueError, ZeroDivisionError):
-            raise UserError(f"expected a number or a fraction such as 8/255, got {value!r}") from None
-    return value
+        return float(value)
+    except ZeroDivisionError:
+        raise UserError(f"expected a number or a fraction such as 8/255, got {value!r}") from None
+    except ValueError:
+        return value
 
 
 Number = Annotated[float, BeforeValidator(number), pydantic.Field(allow_inf_nan=False)]

@@ -137,7 +137,10 @@ class ThreatModel:
         outside = norms(size, self.p) > self.eps
         if outside.any():
             shrink = _shrink_l2 if self.norm == "l2" else _shrink_l1
-            size[outside] = shrink(delta[outside].abs(), room[outside], self.eps)
+            shrunk = shrink(delta[outside].abs(), room[outside], self.eps)
+            # A far point costs digits; what it puts outside the ball is pulled back in.
+            over = norms(shrunk, self.p).clamp_min(self.eps)[:, None]
+            size[outside] = shrunk * torch.where(over > 0, self.eps / over, 0.0)
         moved = (flat + delta.sign() * size).to(x.dtype).reshape(x.shape)
         return moved.clamp(self.low, self.high)
 
@@ -158,17 +161,22 @@ class ThreatModel:
         unit = direction / norms(direction, self.p)[:, None].clamp_min(1e-300)
         return self.project(x + (self.eps * radius * unit).to(x.dtype).reshape(x.shape), x)
 
-    def steepest(self, gradient: Tensor, x_adv: Tensor, share: float = 0.0) -> Tensor:
-        """The unit step along which the loss grows fastest, among those that do not leave the box at once.
+    def steepest(self, gradient: Tensor, x_adv: Tensor, share: float = 0.0, length: float = 1.0) -> Tensor:
+        """The step of this length along which the loss grows fastest; in l1, among those that stay in the box.
 
-        Only l1 needs the second clause: its step moves few pixels, and one already at its bound would swallow it.
-        `share` spreads the l1 step over that share of the pixels (at least one).
+        Only l1 needs that clause: its step moves few pixels, and one at its bound would swallow it. So the length is
+        spent on the pixels in order of their gradient, each taking what its bound allows, until nothing is left.
+        `share` caps what one pixel takes, which spreads an l1 step over that share of the pixels (at least one).
         """
         if self.norm != "l1":
-            return steepest(gradient, self.p)
-        stuck = ((gradient > 0) & (x_adv >= self.high)) | ((gradient < 0) & (x_adv <= self.low))
-        count = max(1, round(share * math.prod(gradient.shape[1:])))
-        return steepest(gradient.masked_fill(stuck, 0.0), 1.0, count)
+            return length * steepest(gradient, self.p)
+        flat = gradient.flatten(1)
+        count = max(1, round(share * flat.shape[1]))
+        room = torch.where(gradient > 0, self.high - x_adv, x_adv - self.low).flatten(1).clamp(0, length / count)
+        order = flat.abs().argsort(dim=1, descending=True, stable=True)
+        take = room.where(flat != 0, torch.zeros_like(room)).gather(1, order)
+        take = torch.minimum(take, (length - (take.cumsum(dim=1) - take)).clamp_min(0))
+        return (torch.zeros_like(flat).scatter(1, order, take) * flat.sign()).reshape(gradient.shape)
 
     def tolerance(self, x: Tensor) -> float:
         """How far over eps a stored x' may be: each pixel one rounding off, 2 d^(1/p) ulp/2 of the largest value.

@@ -44,7 +44,7 @@ def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    tracked = [module for module in modules if getattr(module, "track_running_stats", False)]
+    buffers = [(module, name, buffer) for module in modules for name, buffer in module.named_buffers(recurse=False)]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     devices = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):
@@ -53,13 +53,13 @@ def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
                 parameter.requires_grad_(False)
             for module in modules:
                 module.training = mode == "train"
-            if mode == "train":
-                for module in tracked:
-                    module.track_running_stats = False  # type: ignore[assignment]
+            # What a forward records (batch-norm statistics, power iterations, counters) goes into copies.
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer.clone())
             yield
         finally:
-            for module in tracked:
-                module.track_running_stats = True  # type: ignore[assignment]
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer)
             for module, training in zip(modules, modes, strict=True):
                 module.training = training
             for parameter in trainable:
@@ -70,3 +70,10 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     """The model's logits, in full precision even where the model ran in half."""
     logits: Tensor = model(x)
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def input_gradient(losses: Tensor, x_adv: Tensor) -> Tensor:
+    """Each sample's gradient of its loss. An undefined entry tells nothing and counts as zero; an infinite one stays
+    large, so that a model with a few broken derivatives is still attacked through the others."""
+    (gradient,) = torch.autograd.grad(losses.sum(), x_adv)
+    return torch.nan_to_num(gradient, nan=0.0, posinf=1e30, neginf=-1e30)

@@ -9,24 +9,22 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from steelman.attacks.base import Mode, logits_of, untouched
+from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
 from steelman.errors import UserError, unknown
 from steelman.losses import LOSSES, adversarial_loss
 from steelman.rng import Key
-from steelman.settings import Number, settings
+from steelman.settings import Number, SettingsError, settings
 from steelman.threat import ThreatModel
 
-# An l1 step moves this share of the pixels (Tramer and Boneh, 2019, use 1 to 5%); U_1 itself would move one.
-L1_SHARE = 0.05
 # The spread of the Gaussian start of the published TRADES code.
 GAUSSIAN_START = 1e-3
 
 
 def ascend(
-    x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float, share: float = L1_SHARE
+    x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float, share: float = 0.0
 ) -> Tensor:
     """x' <- project(x' + step_size * U_p(gradient)): the one gradient step of the repository."""
-    return threat.project(x_adv + step_size * threat.steepest(gradient, x_adv, share), x)
+    return threat.project(x_adv + threat.steepest(gradient, x_adv, share, step_size), x)
 
 
 @settings
@@ -62,10 +60,17 @@ class PGD:
     @model_validator(mode="after")
     def _sensible(self) -> PGD:
         if self.loss not in LOSSES:
-            raise unknown("loss", self.loss, LOSSES)
+            raise SettingsError([(("loss",), str(unknown("loss", self.loss, LOSSES)))])
+        if self.start == "zero" and LOSSES[self.loss].needs == "reference":
+            raise UserError(f"loss {self.loss!r} is flat at the clean image: start 'zero' would never leave it")
         if self.start == "zero" and self.restarts > 1:
             raise UserError(
                 f"restarts from the same point repeat one another: start 'zero' with {self.restarts} restarts"
+            )
+        if self.mode == "train" and (self.keep == "best" or self.restarts > 1):
+            raise UserError(
+                "mode 'train' ties a batch's samples together through batch norm, so none may leave it early: "
+                f"expected keep 'last' and 1 restart, got keep {self.keep!r} and {self.restarts}"
             )
         return self
 
@@ -87,7 +92,7 @@ class PGD:
         target: Tensor | None = None,
     ) -> Tensor:
         if len(x) == 0 or threat.eps == 0:
-            return x.clone()
+            return x.detach().clone()
         index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
         with untouched(model, self.mode), torch.enable_grad():
             problem = _Problem(self, model, x.detach(), y, threat, target)
@@ -156,8 +161,7 @@ class _Problem:
         for _ in range(self.attack.steps):
             x_adv.requires_grad_(True)
             _, losses = self.evaluate(x_adv, slice(None))
-            (gradient,) = torch.autograd.grad(losses.sum(), x_adv)
-            gradient = self.direction(gradient, velocity)
+            gradient = self.direction(input_gradient(losses, x_adv), velocity)
             velocity = gradient if velocity is not None else None
             x_adv = ascend(x_adv.detach(), gradient, self.x, self.threat, eta)
         return x_adv.detach()
@@ -182,8 +186,7 @@ class _Problem:
             leaving = fallen if self.attack.keep == "best" or last else torch.zeros_like(fallen)
             if last or bool(leaving.all()):
                 return rows[~leaving]
-            (gradient,) = torch.autograd.grad(losses.sum(), x_adv)
-            gradient = self.direction(gradient, velocity)
+            gradient = self.direction(input_gradient(losses, x_adv), velocity)
             velocity = gradient if velocity is not None else None
             if leaving.any():
                 stay = ~leaving

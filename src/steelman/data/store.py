@@ -1,0 +1,62 @@
+"""A fetched dataset on the disk: one safetensors file, checked when written, mapped into memory when read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+
+from steelman.data.download import storage
+from steelman.data.formats import PARTS, Arrays, digest
+from steelman.errors import UserError
+from steelman.files import write_atomic
+
+VARIABLE = "STEELMAN_DATA"
+
+
+def data_root() -> Path:
+    """The folder datasets are kept in: the variable ``STEELMAN_DATA``, or else this user's cache."""
+    given = os.environ.get(VARIABLE)
+    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("steelman"))
+
+
+def stored(name: str, root: Path | None = None) -> Path:
+    """The file that holds the dataset `name`, whether or not it exists."""
+    return (root or data_root()) / name / f"{name}.safetensors"
+
+
+def write(path: Path, arrays: Arrays, meta: Mapping[str, object]) -> None:
+    """Write the four arrays and their description in one step: the file is complete or it is not there."""
+    parts = {name: np.ascontiguousarray(arrays[name]) for name in PARTS}
+    content = save(parts, {"steelman": json.dumps(meta, sort_keys=True)})
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """The arrays, mapped from the file rather than copied, and their description."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = json.loads((file.metadata() or {})["steelman"])
+            return {name: file.get_tensor(name) for name in PARTS}, meta
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); run: steelman data get {path.stem}") from None
+
+
+def intact(path: Path, digests: Mapping[str, str]) -> bool:
+    """Whether the file can be read and holds exactly these arrays."""
+    if not path.is_file():
+        return False
+    try:
+        tensors, _ = read(path)
+    except UserError:
+        return False
+    return all(digest(tensors[name].numpy()) == expected for name, expected in digests.items())

@@ -1,0 +1,50 @@
+"""Backbones: images to features. One architecture family a file; every one of them by name in MODELS.
+
+>>> import torch
+>>> backbone = MODELS["wrn-28-8"](input_shape=(3, 32, 32), width=1, activation="softplus")
+>>> backbone(torch.rand(2, 3, 32, 32)).shape, backbone.features
+(torch.Size([2, 64]), 64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from steelman.models.activations import ACTIVATIONS
+from steelman.models.base import Backbone, check_images
+from steelman.models.mobilenet import MobileNetV2
+from steelman.models.preact_resnet import PreActResNet18
+from steelman.models.published import PUBLISHED_LAYOUTS
+from steelman.models.resnet import BottleneckResNet, ResNet18
+from steelman.models.small import MLP, DigitsCNN, FastMNIST, LeNet, Linear, SmallCNN
+from steelman.models.vgg import VGG16
+from steelman.models.wide_resnet import WideResNet
+
+# Depth and wiring are bound by position, so that they are no options of the entry; the width stays one.
+MODELS: dict[str, Callable[..., Backbone]] = {
+    "digits-cnn": DigitsCNN,
+    "fastat-mnist": FastMNIST,
+    "lenet": LeNet,
+    "linear": Linear,
+    "mlp": MLP,
+    "mobilenet-v2": MobileNetV2,
+    "pas-resnet18": partial(ResNet18, width=8),
+    "pas-vgg16": partial(VGG16, width=8),
+    "preact-resnet18": PreActResNet18,
+    "preact-resnet18-fastat": partial(PreActResNet18, "raw"),
+    "resnet18": ResNet18,
+    "resnet50": partial(BottleneckResNet, (3, 4, 6, 3)),
+    "resnet152": partial(BottleneckResNet, (3, 8, 36, 3)),
+    "smallcnn": SmallCNN,
+    "vgg16": VGG16,
+    "wrn-28-8": partial(WideResNet, 28, width=8),
+    "wrn-28-10": partial(WideResNet, 28, width=10),
+    "wrn-34-10": partial(WideResNet, 34, width=10),
+    "wrn-34-20": partial(WideResNet, 34, width=20),
+    "wrn-40-8": partial(WideResNet, 40, width=8),
+    "wrn-50-2": partial(BottleneckResNet, (3, 4, 6, 3), 2),
+    "wrn-101-2": partial(BottleneckResNet, (3, 4, 23, 3), 2),
+}
+
+__all__ = ["ACTIVATIONS", "MODELS", "PUBLISHED_LAYOUTS", "Backbone", "check_images"]

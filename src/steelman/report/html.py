@@ -1,0 +1,214 @@
+"""One self-contained HTML page: scores, accuracy against eps, training curves, a gallery, and all settings.
+
+The page has no script and fetches nothing; its content security policy allows its own style sheet and PNG data URIs.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from steelman.errors import UserError
+from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score, interval
+from steelman.files import write_atomic
+from steelman.report import text
+from steelman.report.entry import Entry
+from steelman.report.images import data_uri, scaled_perturbation
+from steelman.report.plots import Chart, Line, Point, Style, axis, eps_axis, percent_axis
+
+_METRICS = {  # key in the history: title of its chart
+    "validation_robust": "Validation accuracy, attacked",
+    "validation_clean": "Validation accuracy, clean",
+    "train_accuracy": "Accuracy on the training examples",
+    "loss": "Training loss",
+    "eps": "Training radius eps",
+    "lr": "Learning rate",
+}
+_FRACTIONS = ("validation_robust", "validation_clean", "train_accuracy")
+
+
+def write(path: Path, entries: Sequence[Entry], *, title: str, intro: str = "") -> None:
+    """Render the page and put it at `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, render(entries, title=title, intro=intro).encode())
+
+
+def render(entries: Sequence[Entry], *, title: str, intro: str = "") -> str:
+    """The page as a string.
+
+    Args:
+        entries: the models, in the order to show them.
+        intro: plain text; blank lines part paragraphs.
+    """
+    if not entries:
+        raise UserError("a report needs at least one model, got none")
+    style = (importlib.resources.files("steelman.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    models = [(entry, Style.of(index)) for index, entry in enumerate(entries)]
+    page = _environment().get_template("page.html")
+    return page.render(
+        title=title,
+        intro=[part for part in re.split(r"\n\s*\n", intro.strip()) if part],
+        style=Markup(style),
+        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        models=models,
+        evaluated=[(entry, look) for entry, look in models if entry.evaluation],
+        columns=text.columns(entries),
+        groups=text.groups(entries),
+        finding=_finding(entries),
+        curves=_curves(models),
+        training=_training(models),
+        pictures=_pictures,
+    )
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("steelman.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (text.percent, text.bounds, text.accuracy, text.radius, text.norm_name, text.options):
+        environment.filters[function.__name__] = function
+    environment.tests["attack"] = lambda name: name not in (text.CLEAN, text.WORST)
+    return environment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """The model with the highest worst-case accuracy, and those whose intervals overlap its own."""
+
+    name: str
+    clean: Score | None
+    worst: Score
+    rivals: list[str]
+
+
+def _finding(entries: Sequence[Entry]) -> _Finding | None:
+    """None where nothing was attacked, or where models were evaluated under different conditions."""
+    found = [(entry, score) for entry in entries if (score := entry.score(text.WORST))]
+    if not found or len(text.groups(entries)) > 1:
+        return None
+    best, worst = max(found, key=lambda pair: pair[1].accuracy)
+    rivals = [entry.name for entry, score in found if entry is not best and score.interval[1] >= worst.interval[0]]
+    return _Finding(name=best.name, clean=best.score(text.CLEAN), worst=worst, rivals=rivals)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """Accuracy against eps on one dataset in one norm: a chart for wide screens, one for narrow, and the numbers."""
+
+    data: str
+    norm: str
+    attacks: list[str]
+    wide: Chart
+    narrow: Chart
+    rows: list[tuple[float, list[CurvePoint | None]]]
+
+
+def _curves(models: Sequence[tuple[Entry, Style]]) -> list[_Curve]:
+    together: dict[tuple[str, str], list[tuple[str, Style, Evaluation]]] = {}
+    for entry, style in models:
+        if entry.evaluation and entry.evaluation.curve:
+            key = (entry.evaluation.data, entry.evaluation.norm)
+            together.setdefault(key, []).append((entry.name, style, entry.evaluation))
+    return [_curve(f"curve{i}", data, norm, group) for i, ((data, norm), group) in enumerate(together.items())]
+
+
+def _curve(key: str, data: str, norm: str, group: Sequence[tuple[str, Style, Evaluation]]) -> _Curve:
+    found = [{point.eps: point for point in evaluation.curve if point.total > 0} for _, _, evaluation in group]
+    targets = {evaluation.eps for _, _, evaluation in group}
+    radii = sorted({eps for points in found for eps in points})
+    target = targets.pop() if len(targets) == 1 else None
+    wide = Chart(
+        id=f"{key}-wide",
+        title=f"Accuracy against eps, {text.norm_name(norm)}, {data}",
+        x=eps_axis([*radii, *([target] if target else [])], in_255ths=any(map(text.in_255ths, radii))),
+        y=percent_axis("accuracy"),
+        lines=tuple(
+            Line(
+                name=name,
+                style=style,
+                points=tuple(
+                    Point(eps, point.correct / point.total, *interval(point.correct, point.total))
+                    for eps, point in sorted(points.items())
+                ),
+            )
+            for (name, style, _), points in zip(group, found, strict=True)
+        ),
+        rule=(target, f"eps = {text.radius(target)}") if target else None,
+        width=860,
+        height=370,
+        top=26,
+    )
+    return _Curve(
+        data=data,
+        norm=norm,
+        attacks=list(dict.fromkeys(evaluation.curve_attack for _, _, evaluation in group)),
+        wide=wide,
+        narrow=dataclasses.replace(wide, id=f"{key}-narrow", width=340, height=270),
+        rows=[(eps, [points.get(eps) for points in found]) for eps in radii],
+    )
+
+
+def _training(models: Sequence[tuple[Entry, Style]]) -> list[Chart]:
+    """A small chart for each metric that any model recorded; all share the axis of epochs."""
+    trained = [(entry, style) for entry, style in models if entry.history]
+    epochs = axis("epoch", (x for entry, _ in trained for x, _ in entry.metric("epoch")), whole=True, snug=True)
+    charts = []
+    for key, title in _METRICS.items():
+        lines = tuple(
+            Line(name=entry.name, style=style, points=tuple(Point(x, y) for x, y in entry.metric(key)))
+            for entry, style in trained
+        )
+        values = [point.y for line in lines for point in line.points if point.y is not None]
+        if values:
+            y = percent_axis("accuracy") if key in _FRACTIONS else axis(title, values)
+            charts.append(Chart(id=f"training-{key}", title=title, x=epochs, y=y, lines=lines))
+    return charts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Picture:
+    """One example of the gallery, ready to show."""
+
+    example: Example
+    label: str
+    before: str
+    after: str
+    clean: str
+    perturbation: str
+    adversarial: str
+
+
+def _pictures(evaluation: Evaluation) -> list[_Picture]:
+    return [_picture(evaluation, example) for example in evaluation.gallery]
+
+
+def _picture(evaluation: Evaluation, example: Example) -> _Picture:
+    def name(index: int) -> str:
+        return evaluation.classes[index] if 0 <= index < len(evaluation.classes) else str(index)
+
+    span = evaluation.high - evaluation.low
+    delta = example.adversarial.double() - example.clean.double()
+    return _Picture(
+        example=example,
+        label=name(example.label),
+        before=name(example.clean_prediction),
+        after=name(example.adversarial_prediction),
+        clean=data_uri((example.clean - evaluation.low) / span),
+        perturbation=data_uri(scaled_perturbation(delta, norm=evaluation.norm, eps=evaluation.eps)),
+        adversarial=data_uri((example.adversarial - evaluation.low) / span),
+    )

@@ -1,0 +1,94 @@
+"""How numbers and settings are written, alike in the terminal and on the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steelman.evaluation.result import CurvePoint, Evaluation, Score, interval
+from steelman.report.entry import Entry
+
+CLEAN, WORST = "clean", "worst case"
+
+_NORMS = {"linf": "L∞", "l0": "L0", "l1": "L1", "l2": "L2"}
+
+
+def percent(fraction: float) -> str:
+    """
+    >>> percent(0.9123)
+    '91.2%'
+    """
+    return f"{100 * fraction:.1f}%"
+
+
+def bounds(ends: tuple[float, float]) -> str:
+    """
+    >>> bounds((0.8888, 0.9312))
+    '[88.9, 93.1]'
+    """
+    return f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+
+
+def accuracy(found: Score | CurvePoint) -> str:
+    """A score or a point of a curve as "91.2% [88.9, 93.1]"."""
+    return f"{percent(found.correct / found.total)} {bounds(interval(found.correct, found.total))}"
+
+
+def in_255ths(eps: float) -> bool:
+    """Whether a radius is meant as a count of 8-bit grey levels: 8/255 is, 0.2 (though also 51/255) is not."""
+    return round(eps, 3) != eps and abs(eps * 510 - round(eps * 510)) < 1e-4
+
+
+def radius(eps: float) -> str:
+    """
+    >>> radius(8 / 255), radius(0.2)
+    ('8/255', '0.2')
+    """
+    return f"{round(eps * 510) / 2:g}/255" if in_255ths(eps) else f"{eps:.4g}"
+
+
+def norm_name(norm: str) -> str:
+    """
+    >>> norm_name("linf")
+    'L∞'
+    """
+    return _NORMS.get(norm, norm)
+
+
+def options(settings: Mapping[str, Any]) -> str:
+    """
+    >>> options({"steps": 10, "loss": "dlr"})
+    'steps = 10, loss = dlr'
+    """
+    return ", ".join(f"{key} = {_plain(value)}" for key, value in settings.items())
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def conditions(evaluation: Evaluation) -> str:
+    """What a reader must know to read an evaluation's numbers."""
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
+    ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
+    text = f"{evaluation.data}, n = {evaluation.total}, {ball}, seed {evaluation.seed}"
+    return f"{text}; {versions}" if versions else text
+
+
+def groups(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """The names of the models evaluated under each set of conditions; only within one are numbers comparable."""
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.evaluation:
+            found.setdefault(conditions(entry.evaluation), []).append(entry.name)
+    return found
+
+
+def columns(entries: Sequence[Entry]) -> list[str]:
+    """The scores to show: clean first, each attack in order of appearance, the worst case last."""
+    names = dict.fromkeys(score.name for e in entries if e.evaluation for score in e.evaluation.scores)
+    attacks = [name for name in names if name not in (CLEAN, WORST)]
+    return [*([CLEAN] if CLEAN in names else []), *attacks, *([WORST] if WORST in names else [])]

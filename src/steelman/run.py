@@ -1,0 +1,235 @@
+"""A run from recipe to report: build what the recipe names, train, keep the model, measure it, write it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning_fabric import Fabric
+from rich.console import Console
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from steelman import data
+from steelman.config import Recipe, fingerprint, parse
+from steelman.errors import UserError
+from steelman.evaluation import Evaluation, evaluate
+from steelman.evaluation.evaluate import versions
+from steelman.files import write_atomic
+from steelman.models.classifier import build_classifier, load_state, load_weights
+from steelman.report import Entry, html, tables
+from steelman.rng import Key
+from steelman.training import Compute, Trained, Trainer
+from steelman.training.progress import read_history
+
+
+def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """The recipe's model with its head, freshly initialised from the seed, or with the weights the recipe names."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Key(recipe.training.seed).fold("init").integer() & (2**63 - 1))
+        model = build_classifier(
+            recipe.model.name,
+            input_shape=shape,
+            num_classes=num_classes,
+            head=recipe.head.name,
+            head_options=recipe.head.options,
+            mean=recipe.model.mean,
+            std=recipe.model.std,
+            **recipe.model.options,
+        )
+    if recipe.model.weights is not None:
+        load_weights(model, load_state(recipe.model.weights), str(recipe.model.weights))
+    return model
+
+
+def make_fabric(compute: Compute) -> Fabric:
+    """Lightning Fabric for the recipe's hardware; several processes train by DDP."""
+    several = compute.devices not in (1,) or compute.nodes > 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice on workers and hardware that the recipe has answered
+            fabric = Fabric(
+                accelerator=compute.accelerator,
+                devices=compute.devices,
+                num_nodes=compute.nodes,
+                precision=compute.precision,
+                strategy="ddp" if several else "auto",
+            )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"compute: this machine cannot do that: {error}") from None
+    return fabric
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def prepare(folder: Path, source: Mapping[str, Any]) -> None:
+    """Make the run's folder with its recipe; a folder that holds something else is never overwritten."""
+    if (folder / "recipe.yaml").exists():
+        done = (folder / "run.json").exists()
+        hint = "choose another --out, or delete it" if done else f"go on with: steelman resume {folder}"
+        raise UserError(f"{folder} already holds a run; {hint}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; choose another --out")
+        write_atomic(folder / "recipe.yaml", yaml.safe_dump(dict(source), sort_keys=False).encode())
+        write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
+    except OSError as error:
+        raise UserError(f"cannot write the run to {folder}: {error.strerror or error}") from None
+
+
+def train(
+    source: Mapping[str, Any],
+    folder: Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    origin: str = "recipe",
+    show: bool = True,
+) -> Evaluation | None:
+    """Train what a recipe's mapping says into `folder`, measure it on the test set, and write the report.
+
+    `show` prints the table and the report's path. Only the first of several processes returns the evaluation.
+    """
+    console = console or Console()
+    recipe = parse(source, origin)
+    if not resume and _is_first_process():
+        _load(recipe)  # what is wrong with the data is said before a folder is made
+        prepare(folder, source)
+    fabric = make_fabric(recipe.compute)
+    fabric.launch()
+    if fabric.device.type == "cuda":
+        # The same run twice gives the same weights; CUDA needs to be told, and is a little slower for it.
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    dataset = _load(recipe)
+    training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
+    trainer = Trainer(
+        net=build_model(recipe, dataset.shape, dataset.num_classes),
+        train=training,
+        validation=validation,
+        augment=recipe.data.augment,
+        threat=recipe.threat,
+        objective=recipe.objective,
+        training=recipe.training,
+        watch=recipe.validation,
+        guard=recipe.guard,
+        compute=recipe.compute,
+        fabric=fabric,
+        folder=folder,
+        console=console if fabric.is_global_zero else Console(quiet=True),
+        fingerprint=fingerprint(source),
+    )
+    started = time.monotonic()
+    trained = trainer.fit(resume)
+    if not fabric.is_global_zero:
+        return None
+    if trained.stopped:
+        console.print(
+            f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
+        )
+    _export(recipe, folder, trained, dataset)
+    model, _ = load_model(folder)
+    evaluation = evaluate(
+        model.to(fabric.device),
+        dataset.test,
+        recipe.threat,
+        recipe.evaluation.attacks,
+        name=recipe.name,
+        data_name=f"{dataset.name} test",
+        samples=recipe.evaluation.samples,
+        batch_size=recipe.evaluation.batch_size,
+        seed=recipe.training.seed,
+        workers=recipe.compute.workers,
+        console=console,
+    )
+    evaluation.save(folder / "evaluation")
+    record = {
+        "status": "stopped early" if trained.stopped else "finished",
+        "message": trained.stopped,
+        "kept_epoch": trained.epoch,
+        "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
+        "session_seconds": time.monotonic() - started,
+    }
+    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())
+    write_report(folder, evaluation, console if show else Console(quiet=True))
+    return evaluation
+
+
+def write_report(folder: Path, evaluation: Evaluation, console: Console) -> None:
+    """Print the table, write the page, say where it is."""
+    entry = Entry(name=evaluation.model, evaluation=evaluation, history=read_history(folder))
+    console.print(tables.scores_table([entry]))
+    html.write(folder / "report.html", [entry], title=f"{evaluation.model} on {evaluation.data}")
+    console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def resume(folder: Path, console: Console | None = None) -> Evaluation | None:
+    """Go on with a run that was interrupted; a finished one is left alone."""
+    if not (folder / "recipe.yaml").is_file():
+        raise UserError(f"{folder} is not a run: it has no recipe.yaml")
+    if (folder / "run.json").is_file():
+        raise UserError(f"{folder} is finished; its report is {folder / 'report.html'}")
+    source = yaml.safe_load((folder / "recipe.yaml").read_text())
+    return train(source, folder, resume=True, console=console, origin=str(folder / "recipe.yaml"))
+
+
+def _load(recipe: Recipe) -> data.Dataset:
+    return data.load(recipe.data.name, **recipe.data.options)
+
+
+def _export(recipe: Recipe, folder: Path, trained: Trained, dataset: data.Dataset) -> None:
+    """Write the kept weights and how to rebuild their model."""
+    content = save({name: value.contiguous() for name, value in trained.state.items()})
+    record = {
+        "format": 1,
+        "recipe": recipe.name,
+        "model": {**dataclasses.asdict(recipe.model), "weights": None},
+        "head": dataclasses.asdict(recipe.head),
+        "input_shape": dataset.shape,
+        "classes": dataset.classes,
+        "data": {"name": recipe.data.name, "options": {k: str(v) for k, v in recipe.data.options.items()}},
+        "threat": dataclasses.asdict(recipe.threat),
+        "epoch": trained.epoch,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    write_atomic(folder / "model.safetensors", content)
+    write_atomic(folder / "model.json", json.dumps(record, indent=1).encode())
+
+
+def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model a run kept, in eval mode, and its description."""
+    if not (folder / "model.json").is_file():
+        unfinished = (folder / "recipe.yaml").is_file()
+        hint = f"the run is not finished; go on with: steelman resume {folder}" if unfinished else "it is not a run"
+        raise UserError(f"no model in {folder}: {hint}")
+    record: dict[str, Any] = json.loads((folder / "model.json").read_text())
+    path = folder / "model.safetensors"
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != record["sha256"]:
+        raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
+    spec = record["model"]
+    model = build_classifier(
+        spec["name"],
+        input_shape=tuple(record["input_shape"]),
+        num_classes=len(record["classes"]),
+        head=record["head"]["name"],
+        head_options=record["head"]["options"],
+        mean=spec["mean"],
+        std=spec["std"],
+        **spec["options"],
+    )
+    state: dict[str, Tensor] = load_state(path)
+    load_weights(model, state, str(path))
+    return model.eval(), record

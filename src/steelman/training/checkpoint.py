@@ -1,0 +1,140 @@
+"""Checkpoints: safetensors plus JSON in one folder, moved into place whole, checked by hash when read.
+
+Layout of a run: ``checkpoints/step-00001234/{tensors.safetensors,state.json}``. The newest two are kept, the last
+finished epoch's, and the one with the best validation robustness.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from steelman.errors import UserError
+from steelman.files import sync_folder
+
+KEEP = 2
+
+
+def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Split nested dicts and lists into plain JSON and named tensors; ``unpack`` puts them together again."""
+    if isinstance(value, Tensor):
+        # A clone: safetensors refuses tensors that share memory, and the caller may go on changing its own.
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[key, pack(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"list": [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise TypeError(
+        f"a checkpoint holds tensors, numbers, strings, lists and dicts; {name} is a {type(value).__name__}"
+    )
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of ``pack`` (tuples come back as lists)."""
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: unpack(item, tensors) for key, item in content}
+    if kind == "list":
+        return [unpack(item, tensors) for item in content]
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Write `state` as the checkpoint `folder`; on any failure nothing is left and older checkpoints stay.
+
+    A folder that is there already is the same step of the same run, and stays.
+    """
+    if folder.exists():
+        return
+    tensors: dict[str, Tensor] = {}
+    structure = pack(state, "state", tensors)
+    content = save(tensors)
+    record = {"format": 1, "sha256": hashlib.sha256(content).hexdigest(), "structure": structure}
+    text = json.dumps(record)
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".part-{folder.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        _write(part / "tensors.safetensors", content)
+        _write(part / "state.json", f"{text}\n{seal}\n".encode())
+        sync_folder(part)
+        part.rename(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint; one that is damaged or incomplete is refused with what is wrong."""
+    try:
+        text, seal = (folder / "state.json").read_text().rstrip("\n").rsplit("\n", 1)
+        content = (folder / "tensors.safetensors").read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} is incomplete: {error}") from None
+    if hashlib.sha256(text.encode()).hexdigest() != seal:
+        raise UserError(f"checkpoint {folder} is damaged: state.json does not match its checksum")
+    record = json.loads(text)
+    found = hashlib.sha256(content).hexdigest()
+    if found != record["sha256"]:
+        raise UserError(
+            f"checkpoint {folder} is damaged: tensors.safetensors has checksum {found[:12]}..., "
+            f"expected {record['sha256'][:12]}..."
+        )
+    state: dict[str, Any] = unpack(record["structure"], load(content))
+    return state
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """A run's checkpoints, newest first."""
+    return sorted((run / "checkpoints").glob("step-*"), reverse=True)
+
+
+def prune(run: Path, keep: set[int]) -> None:
+    """Delete all but the newest checkpoints and those of the steps in `keep`."""
+    kept = {checkpoint_path(run, step) for step in keep}
+    for folder in checkpoints(run)[KEEP:]:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_newest(run: Path) -> tuple[dict[str, Any], list[str]]:
+    """The newest sound checkpoint of a run, and a sentence for each damaged one put aside on the way."""
+    damaged: list[str] = []
+    for folder in checkpoints(run):
+        try:
+            return load_checkpoint(folder), damaged
+        except UserError as error:
+            damaged.append(str(error))
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+    if damaged:
+        raise UserError("no sound checkpoint is left:\n" + "\n".join(damaged))
+    raise UserError(f"nothing to resume in {run}: it has no checkpoint")

@@ -1,0 +1,64 @@
+"""What goes wrong in training, noticed and said in words; and stopping cleanly when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from steelman.training.settings import Guard
+
+
+def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
+    """A sentence when the last epoch shows catastrophic overfitting, else None."""
+    if guard.on_collapse == "ignore" or len(history) < 2:
+        return None
+    last, before = history[-1], history[-2]
+    best = max(history[:-1], key=lambda epoch: float(epoch["validation_robust"]))
+    fell = best["validation_robust"] - last["validation_robust"]
+    if fell > guard.drop and last["train_accuracy"] >= before["train_accuracy"] - 0.05:
+        return (
+            f"catastrophic overfitting in epoch {last['epoch']}: validation robustness fell from "
+            f"{best['validation_robust']:.1%} (epoch {best['epoch']}) to {last['validation_robust']:.1%}, while "
+            f"accuracy against the training attack went from {before['train_accuracy']:.1%} "
+            f"to {last['train_accuracy']:.1%}"
+        )
+    return None
+
+
+class TrainingInterruptedError(Exception):
+    """Training was asked to stop, and everything is saved."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number = number
+        super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: steelman resume {folder}")
+
+
+class StopRequest:
+    """The number of the signal that asked for a stop, once one came; 0 until then."""
+
+    number: int = 0
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turn the first Ctrl-C or SIGTERM into a request; a second Ctrl-C acts at once."""
+    request = StopRequest()
+
+    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature signals need
+        if request.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.number = number
+
+    old = {}
+    with contextlib.suppress(ValueError):  # signals can be set in the main thread only
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old[number] = signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

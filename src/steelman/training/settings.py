@@ -1,0 +1,116 @@
+"""How a run trains: optimiser, schedules, validation, saving and hardware, as validated settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from steelman.attacks import ATTACKS, PGD, Attack
+from steelman.schedules import Scheduled
+from steelman.settings import Number, named, settings
+
+NonNegative = Annotated[Number, Field(ge=0)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Settings that make a torch optimiser; the learning rate is set by the trainer at every step."""
+
+    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer: ...
+
+
+@settings
+class SGD:
+    """Stochastic gradient descent with momentum."""
+
+    momentum: Decay = 0.9
+    weight_decay: NonNegative = 0.0
+    nesterov: bool = False
+
+    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            parameters, lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
+        )
+
+
+@settings
+class Adam:
+    """Adam (Kingma and Ba, 2015); weight decay is added to the gradient."""
+
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+
+    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.0, betas=self.betas, weight_decay=self.weight_decay)
+
+
+@settings
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.01
+
+    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.0, betas=self.betas, weight_decay=self.weight_decay)
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+
+
+@settings
+class Validation:
+    """The held-out split, cut from the training images, on which a checkpoint is chosen; the test set never is.
+
+    `size` images are held out; each epoch the first `samples` of them are scored, clean and under `attack` at the
+    target radius.
+    """
+
+    size: PositiveInt = 1000
+    samples: PositiveInt = 1000
+    attack: Annotated[Attack, named("attack", ATTACKS)] = PGD(steps=10)
+
+
+@settings
+class Guard:
+    """When to stop by itself: validation robustness falling by more than `drop` below the best epoch while the training
+    accuracy against the training attack does not fall is catastrophic overfitting (Wong et al., 2020, section 5.4)."""
+
+    drop: Annotated[Number, Field(gt=0, le=1)] = 0.2
+    on_collapse: Literal["rollback", "stop", "ignore"] = "rollback"
+
+
+@settings
+class Compute:
+    """Device, precision and processes, as Lightning Fabric names them."""
+
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: PositiveInt | Literal["auto"] = 1
+    nodes: PositiveInt = 1
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    channels_last: bool = False
+    compile: bool = False
+    workers: NonNegativeInt = 0
+
+
+@settings
+class Training:
+    """One run of the loop. `eps` None means the threat's radius throughout; a schedule must end at or below it.
+
+    `ema` is the decay of an exponential average of the weights (None: no average), which is then what is validated and
+    kept. `select` keeps the epoch with the best validation robustness, or the last.
+    """
+
+    epochs: PositiveInt = 10
+    batch_size: PositiveInt = 128
+    optimizer: Annotated[Optimizer, named("optimizer", OPTIMIZERS)] = SGD()
+    lr: Scheduled = 0.1
+    eps: Scheduled | None = None
+    ema: Decay | None = None
+    select: Literal["best", "last"] = "best"
+    save_minutes: Annotated[Number, Field(gt=0)] = 5.0
+    seed: int = 0

@@ -1,0 +1,331 @@
+"""The training loop: one class, one loop, resumable at any step to the bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from rich.console import Console
+from torch import Tensor, nn
+
+from steelman.attacks.base import logits_of, untouched
+from steelman.data.augment import Augmentation
+from steelman.data.source import Source, batches, stream
+from steelman.errors import UserError
+from steelman.models.classifier import load_weights
+from steelman.objectives import Batch, Objective
+from steelman.rng import Key
+from steelman.schedules import value_at
+from steelman.threat import ThreatModel
+from steelman.training.averaging import Average
+from steelman.training.checkpoint import checkpoint_path, load_checkpoint, load_newest, prune, save_checkpoint
+from steelman.training.guard import StopRequest, TrainingInterruptedError, collapse, stop_on_signals
+from steelman.training.progress import Recorder
+from steelman.training.settings import Compute, Guard, Training, Validation
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is: everything that is not a tensor and that a resumed run must know."""
+
+    epoch: int = 0  # epochs finished
+    batch: int = 0  # batches of the current epoch done
+    step: int = 0
+    loss_sum: float = 0.0
+    correct: int = 0
+    count: int = 0
+    seconds: float = 0.0  # spent in the current epoch
+    best_step: int | None = None
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The weights a run keeps, from which epoch, and, when it ended early, why."""
+
+    state: dict[str, Tensor]
+    epoch: int
+    history: tuple[dict[str, Any], ...]
+    stopped: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trainer:
+    """Trains `net` on `train`, watches it on `validation`, and keeps everything in `folder`.
+
+    `fingerprint` names the recipe: a checkpoint of another recipe is refused.
+    """
+
+    net: nn.Module
+    train: Source
+    validation: Source
+    augment: Augmentation
+    threat: ThreatModel
+    objective: Objective
+    training: Training
+    watch: Validation
+    guard: Guard
+    compute: Compute
+    fabric: Fabric
+    folder: Path
+    console: Console
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.key = Key(self.training.seed)
+        n, size = len(self.train), self.training.batch_size
+        if size % self.fabric.world_size:
+            raise UserError(f"batch_size {size} does not divide among {self.fabric.world_size} processes")
+        # A last batch of one image a process is dropped: batch norm has no statistics for it.
+        self.per_epoch = max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
+        self.total = self.per_epoch * self.training.epochs
+        self.progress = Progress()
+        self.carry: dict[str, Tensor] = {}
+        if self.compute.channels_last:
+            self.net = self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        torch.manual_seed(self.key.fold("global", self.fabric.global_rank).integer() & (2**63 - 1))
+        optimizer = self.training.optimizer(self.net.parameters())
+        # The inner attack runs on the bare module: it needs no gradient exchange between processes.
+        self.attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
+        self.model, self.optimizer = self.fabric.setup(self.attacked, optimizer)
+        self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
+
+    def fit(self, resume: bool = False) -> Trained:
+        """Train to the end, or to the first reason to stop."""
+        if resume:
+            self.restore()
+        progress, stopped = self.progress, collapse(self.progress.history, self.guard)
+        self.recorder = self._recorder()
+        saved = time.monotonic()
+        try:
+            with stop_on_signals() as request:
+                while progress.epoch < self.training.epochs and not stopped:
+                    started = time.monotonic() - progress.seconds
+                    for x, y, index in self.batches_left():
+                        loss = self.step(x, y, index)
+                        progress.seconds = time.monotonic() - started
+                        if not math.isfinite(loss):
+                            stopped = self._diverged(loss)
+                            break
+                        if progress.batch < self.per_epoch:  # the last batch is followed by the epoch's own save
+                            if self._asked_to_stop(request):
+                                self.save()
+                                raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
+                            if self._agree(time.monotonic() - saved > 60 * self.training.save_minutes):
+                                self.save()
+                                saved = time.monotonic()
+                    if not stopped:
+                        self.finish_epoch(time.monotonic() - started)
+                        self.save()
+                        saved = time.monotonic()
+                        stopped = collapse(progress.history, self.guard)
+                        if self._asked_to_stop(request) and progress.epoch < self.training.epochs and not stopped:
+                            raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
+        finally:
+            if self.recorder is not None:
+                self.recorder.close()
+        return self.kept(stopped)
+
+    def batches_left(self) -> Any:
+        """The rest of the current epoch's batches, this process's share of each."""
+        epoch, world = self.progress.epoch, self.fabric.world_size
+        order = batches(len(self.train), self.training.batch_size, self.key.fold("order", epoch))
+        order = [index[: len(index) - len(index) % world] for index in order[: self.per_epoch]][self.progress.batch :]
+        shares = [index[self.fabric.global_rank :: world] for index in order]
+        return stream(self.train, shares, self.key.fold("decode", epoch), self.compute.workers)
+
+    def step(self, x: Tensor, y: Tensor, index: Tensor) -> float:
+        """One step of the optimiser; the batch's loss."""
+        progress, device = self.progress, self.fabric.device
+        share = progress.step / self.total
+        lr = value_at(self.training.lr, share)
+        eps = self.threat.eps if self.training.eps is None else value_at(self.training.eps, share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        x, y, index = x.to(device), y.to(device), index.to(device)
+        x = self.augment(x, index, self.key.fold("augment", progress.epoch))
+        if self.compute.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        batch = Batch(
+            x=x,
+            y=y,
+            index=index,
+            threat=self.threat.at(eps),
+            ratio=eps / self.threat.eps if self.threat.eps else 1.0,
+            key=self.key.fold("attack", progress.step),
+            net=self.attacked,
+            carry=self.carry,
+        )
+        self.model.train()
+        with self.fabric.autocast():
+            outcome = self.objective(self.model, batch)
+        loss = self._sums(float(outcome.loss))[0] / self.fabric.world_size
+        progress.step += 1
+        progress.batch += 1
+        if not math.isfinite(loss):
+            return loss  # the weights stay as they are
+        self.optimizer.zero_grad(set_to_none=True)
+        self.fabric.backward(outcome.loss)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update(self.net)
+        progress.loss_sum += loss * len(y)
+        progress.correct += int((outcome.logits.argmax(dim=1) == y).sum())
+        progress.count += len(y)
+        self.used = {"lr": lr, "eps": eps}
+        if self.recorder is not None:
+            self.recorder.step(progress.epoch + 1, loss)
+        return loss
+
+    def finish_epoch(self, seconds: float) -> None:
+        """Validate, record the epoch, and open the next one."""
+        progress = self.progress
+        loss_sum, correct, count = self._sums(progress.loss_sum, progress.correct, progress.count)
+        clean, robust = self.validate()
+        metrics = {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "loss": loss_sum / count,
+            "train_accuracy": correct / count,
+            "validation_clean": clean,
+            "validation_robust": robust,
+            **self.used,
+            "seconds": seconds,
+        }
+        if progress.best_step is None or robust > max(epoch["validation_robust"] for epoch in progress.history):
+            progress.best_step = progress.step
+        progress.history.append(metrics)
+        progress.epoch += 1
+        progress.batch, progress.loss_sum, progress.correct, progress.count, progress.seconds = 0, 0.0, 0, 0, 0.0
+        if self.recorder is not None:
+            self.recorder.epoch(metrics)
+
+    def validate(self) -> tuple[float, float]:
+        """Clean and robust accuracy on the validation split, at the target radius, of the weights to be kept."""
+        net = self.net
+        if self.average is not None:
+            net = copy.deepcopy(self.net)
+            net.load_state_dict(self.average.values)
+        n = min(len(self.validation), self.watch.samples)
+        rank, world, device = self.fabric.global_rank, self.fabric.world_size, self.fabric.device
+        shares = [index[index < n][rank::world] for index in batches(n, 500, None)]
+        clean = robust = 0
+        for x, y, index in stream(self.validation, shares, None, self.compute.workers):
+            x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
+            x_adv = self.watch.attack(net, x, y, self.threat, index=index, key=self.key.fold("validation"))
+            with untouched(net), torch.no_grad():
+                right = logits_of(net, x).argmax(dim=1) == y
+                clean += int(right.sum())
+                robust += int((right & (logits_of(net, x_adv).argmax(dim=1) == y)).sum())
+        clean_sum, robust_sum = self._sums(clean, robust)
+        return clean_sum / n, robust_sum / n
+
+    def save(self) -> None:
+        """Write a checkpoint of this very moment; on failure say what is safe and stop."""
+        on_cuda, done = self.fabric.device.type == "cuda", self.progress
+        loss_sum, correct, count = self._sums(done.loss_sum, done.correct, done.count)
+        state = {
+            "fingerprint": self.fingerprint,
+            "progress": {**dataclasses.asdict(self.progress), "loss_sum": loss_sum, "correct": correct, "count": count},
+            "used": getattr(self, "used", {}),
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "average": None if self.average is None else self.average.state(),
+            "carry": self.carry,
+            "rng": self._gathered(torch.get_rng_state()),
+            "cuda": self._gathered(torch.cuda.get_rng_state()) if on_cuda else None,
+            "precision": self.fabric.strategy.precision.state_dict(),
+        }
+        if self.fabric.is_global_zero:
+            try:
+                save_checkpoint(checkpoint_path(self.folder, self.progress.step), state)
+                ends = {epoch["step"] for epoch in self.progress.history[-1:]}
+                prune(self.folder, ends | {self.progress.best_step or 0})
+            except OSError as error:
+                raise UserError(
+                    f"could not save a checkpoint in {self.folder}: {error.strerror or error}. Checkpoints saved "
+                    f"before are untouched; mend the cause, then go on with: steelman resume {self.folder}"
+                ) from None
+        self.fabric.barrier()
+
+    def restore(self) -> None:
+        """Take up the newest sound checkpoint; a run that ended before its first one starts again."""
+        if not any((self.folder / "checkpoints").glob("*step-*")):
+            self.console.print("no checkpoint was saved yet; starting from the beginning", highlight=False)
+            return
+        state, damaged = load_newest(self.folder)
+        for sentence in damaged:
+            self.console.print(f"{sentence}; going on from the one before", style="yellow", highlight=False)
+        if state["fingerprint"] != self.fingerprint:
+            raise UserError(f"the checkpoint in {self.folder} belongs to another recipe than the run's recipe.yaml")
+        load_weights(self.net, state["model"], f"the checkpoint in {self.folder}")
+        self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        if self.average is not None:
+            self.average.restore(state["average"])
+        self.carry = {name: value.to(self.fabric.device) for name, value in state["carry"].items()}
+        self.used = state["used"]
+        self.progress = Progress(**state["progress"])
+        if not self.fabric.is_global_zero:  # the sums of all processes went into the first one's
+            self.progress.loss_sum, self.progress.correct, self.progress.count = 0.0, 0, 0
+        saved_by, rank = len(state["rng"]), self.fabric.global_rank
+        if saved_by != self.fabric.world_size:
+            raise UserError(f"the run was saved by {saved_by} processes, and {self.fabric.world_size} would resume it")
+        torch.set_rng_state(state["rng"][rank])
+        if state["cuda"] is not None and self.fabric.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"][rank])
+        self.fabric.strategy.precision.load_state_dict(state["precision"])
+
+    def kept(self, stopped: str | None) -> Trained:
+        """The weights to keep: of the best epoch, or of the last finished one when the settings say so."""
+        progress = self.progress
+        if progress.best_step is None:
+            raise UserError(f"{stopped}; no epoch had finished, so there are no weights to keep")
+        step = progress.best_step
+        if self.training.select == "last" and not (stopped and self.guard.on_collapse == "rollback"):
+            step = progress.history[-1]["step"]
+        state = load_checkpoint(checkpoint_path(self.folder, step))
+        weights: dict[str, Tensor] = state["average"]["values"] if state["average"] else state["model"]
+        epoch = next(metrics["epoch"] for metrics in progress.history if metrics["step"] == step)
+        return Trained(weights, epoch, tuple(progress.history), stopped)
+
+    def _recorder(self) -> Recorder | None:
+        if not self.fabric.is_global_zero:
+            return None
+        return Recorder(self.folder, self.console, self.progress.history, self.total, self.progress.step)
+
+    def _diverged(self, loss: float) -> str:
+        progress = self.progress
+        return (
+            f"the loss became {loss} in epoch {progress.epoch + 1}, batch {progress.batch} of {self.per_epoch}, at "
+            f"learning rate {self.optimizer.param_groups[0]['lr']:.3g}; try a smaller one or a longer warm-up"
+        )
+
+    def _agree(self, wish: bool) -> bool:
+        """Whether any process wishes it: all must save, or stop, at the same step."""
+        return self._sums(wish)[0] > 0
+
+    def _sums(self, *values: float) -> list[float]:
+        """Each value, added up over the processes."""
+        if self.fabric.world_size == 1:
+            return list(values)
+        total = self.fabric.all_reduce(torch.tensor(values, dtype=torch.float64), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return [float(value) for value in total]
+
+    def _gathered(self, value: Tensor) -> Tensor:
+        """The tensor of every process, stacked."""
+        if self.fabric.world_size == 1:
+            return value[None]
+        every = self.fabric.all_gather(value.to(self.fabric.device))
+        assert isinstance(every, Tensor)
+        return every.cpu()
+
+    def _asked_to_stop(self, request: StopRequest) -> bool:
+        return self._agree(request.number > 0)
