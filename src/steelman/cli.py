@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelman import __version__
-from steelman.errors import UserError
+from steelman.errors import TrainingInterruptedError, UserError
 
 app = typer.Typer(
     name="steelman",
@@ -239,8 +239,6 @@ def demo(out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("
 
 def main() -> None:
     """Run the command line; a user's mistake, a full disk or a signal ends with a sentence, not a traceback."""
-    from steelman.training.guard import TrainingInterruptedError
-
     errors = Console(stderr=True, soft_wrap=True)
 
     def fail(text: str, code: int) -> None:

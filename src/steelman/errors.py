@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
     """A mistake the user can mend. The command line prints it without a traceback."""
+
+
+class TrainingInterruptedError(Exception):
+    """Training was asked to stop, and everything is saved."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number = number
+        super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: steelman resume {folder}")
 
 
 def unknown(kind: str, got: object, choices: Iterable[str]) -> UserError:

@@ -23,7 +23,7 @@ from steelman import data
 from steelman.config import Recipe, fingerprint, parse
 from steelman.errors import UserError
 from steelman.evaluation import Evaluation, evaluate
-from steelman.evaluation.evaluate import versions
+from steelman.evaluation.harness import versions
 from steelman.files import write_atomic
 from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.report import Entry, html, tables

@@ -113,6 +113,7 @@ class _Curve:
     data: str
     norm: str
     attacks: list[str]
+    counts: list[int]
     wide: Chart
     narrow: Chart
     rows: list[tuple[float, list[CurvePoint | None]]]
@@ -157,6 +158,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[str, Style, Eva
         data=data,
         norm=norm,
         attacks=list(dict.fromkeys(evaluation.curve_attack for _, _, evaluation in group)),
+        counts=sorted({point.total for points in found for point in points.values()}),
         wide=wide,
         narrow=dataclasses.replace(wide, id=f"{key}-narrow", width=340, height=270),
         rows=[(eps, [points.get(eps) for points in found]) for eps in radii],

@@ -37,7 +37,7 @@ def accuracy(found: Score | CurvePoint) -> str:
 
 def in_255ths(eps: float) -> bool:
     """Whether a radius is meant as a count of 8-bit grey levels: 8/255 is, 0.2 (though also 51/255) is not."""
-    return round(eps, 3) != eps and abs(eps * 510 - round(eps * 510)) < 1e-4
+    return abs(eps - round(eps, 3)) > 1e-9 and abs(eps * 510 - round(eps * 510)) < 1e-4
 
 
 def radius(eps: float) -> str:

@@ -1,7 +1,6 @@
 """Training: the loop, its settings, checkpoints and what watches over it."""
 
-from steelman.training.guard import TrainingInterruptedError
 from steelman.training.settings import OPTIMIZERS, Compute, Guard, Training, Validation
 from steelman.training.trainer import Trained, Trainer
 
-__all__ = ["OPTIMIZERS", "Compute", "Guard", "Trained", "Trainer", "Training", "TrainingInterruptedError", "Validation"]
+__all__ = ["OPTIMIZERS", "Compute", "Guard", "Trained", "Trainer", "Training", "Validation"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,14 +26,6 @@ def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
             f"to {last['train_accuracy']:.1%}"
         )
     return None
-
-
-class TrainingInterruptedError(Exception):
-    """Training was asked to stop, and everything is saved."""
-
-    def __init__(self, number: int, folder: Path) -> None:
-        self.number = number
-        super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: steelman resume {folder}")
 
 
 class StopRequest:

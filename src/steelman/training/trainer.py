@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from steelman.attacks.base import logits_of, untouched
 from steelman.data.augment import Augmentation
 from steelman.data.source import Source, batches, stream
-from steelman.errors import UserError
+from steelman.errors import TrainingInterruptedError, UserError
 from steelman.models.classifier import load_weights
 from steelman.objectives import Batch, Objective
 from steelman.rng import Key
@@ -26,7 +26,7 @@ from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint, load_newest, prune, save_checkpoint
-from steelman.training.guard import StopRequest, TrainingInterruptedError, collapse, stop_on_signals
+from steelman.training.guard import StopRequest, collapse, stop_on_signals
 from steelman.training.progress import Recorder
 from steelman.training.settings import Compute, Guard, Training, Validation
 

@@ -1,0 +1,29 @@
+# Two commands: `make demo` and `make test`. Each makes the virtual environment it needs, once.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.installed
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/steelman demo
+
+# Doctests of the package, then the tests; one process a core, one thread each.
+test: $(STAMP) check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src tests -n auto
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit("steelman needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) runs build dist

@@ -1,0 +1,48 @@
+"""Small settings for every registry entry; the contract tests run over these tables.
+
+A new entry without a line here fails the tests that compare the tables with the registries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Quick, and yet strong enough to find what there is to find on a linear model.
+ATTACK_SETTINGS: dict[str, dict[str, Any]] = {
+    "fgsm": {},
+    "bim": {"steps": 10},
+    "pgd": {"steps": 20},
+    "mim": {"steps": 10},
+}
+
+# Attacks whose success on a linear model is exactly the closed form's.
+EXACT_ATTACKS: dict[str, dict[str, Any]] = {
+    "fgsm": {},
+    "bim": {"steps": 8},
+    "pgd": {"steps": 8, "step_size": 0.5},  # long steps: a start on the far side has the whole ball to cross
+    "mim": {"steps": 8},
+}
+
+# The same where pixels run into their bounds: one step cannot win back the radius it loses there, many can.
+EXACT_ATTACKS_IN_BOX: dict[str, dict[str, Any]] = {
+    "bim": {"steps": 40},
+    "pgd": {"steps": 40},
+    "mim": {"steps": 40},
+}
+
+SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
+    "constant": {"value": 0.1},
+    "linear": {"start": 0.0, "end": 0.1},
+    "cosine": {"start": 0.1, "end": 0.0},
+    "multistep": {"start": 0.1, "drops": [0.5, 0.75]},
+    "piecewise": {"points": [[0, 0.0], [0.4, 0.2], [1, 0.0]]},
+    "cyclic": {"peak": 0.2},
+}
+
+HEAD_SETTINGS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "fn": {"scale": 3.0},
+    "wn": {"scale": 2.0},
+    "he": {"scale": 15.0, "margin": 0.2},
+    "m-he": {"scale": 15.0, "margin": 0.1},
+}
