@@ -27,6 +27,14 @@ ORDERS = {"linf": math.inf, "l2": 2.0, "l1": 1.0}
 DUALS = {"linf": 1.0, "l2": 2.0, "l1": math.inf}
 
 
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 class LinearClassifier(nn.Module):
     """W x + b, written so that a sample's logits do not depend on its batch in the last bit."""
 

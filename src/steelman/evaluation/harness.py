@@ -105,7 +105,8 @@ def evaluate(
                 fallen = right.clone()
                 fallen[right] = inside & (guess != y[right])
                 tallies[label].correct += int((right & ~fallen).sum())
-                shown.take(right, fallen & alive, x_adv, guess, label)
+                news = inside & alive[right]
+                shown.take(right.nonzero()[news, 0], x_adv[news], guess[news], label)
                 alive &= ~fallen
             tallies["worst case"].correct += int(alive.sum())
             for row in right.nonzero()[: gallery - len(examples), 0].tolist():
@@ -147,15 +148,19 @@ def evaluate(
 
 
 class _Shown:
-    """For the gallery: each sample's adversarial image, the first that fooled the model or else the last tried."""
+    """For the gallery: each sample's adversarial image, the first that fooled the model or else the last tried.
+
+    Only points inside the threat model are shown.
+    """
 
     def __init__(self, x: Tensor, guess: Tensor) -> None:
         self.x, self.guess, self.label = x, guess, [""] * len(x)
 
-    def take(self, right: Tensor, fooled: Tensor, x_adv: Tensor, guess: Tensor, label: str) -> None:
-        for place, row in enumerate(right.nonzero()[:, 0].tolist()):
-            if fooled[row] or self.guess[row] == guess[place]:
-                self.x[row], self.guess[row], self.label[row] = x_adv[place], guess[place], label
+    def take(self, rows: Tensor, x_adv: Tensor, guess: Tensor, label: str) -> None:
+        """Note the points of `rows`, none of which fell to an earlier attack."""
+        self.x[rows], self.guess[rows] = x_adv, guess
+        for row in rows.tolist():
+            self.label[row] = label
 
     def example(self, row: int, index: int, label: int, clean: Tensor, prediction: int) -> Example:
         return Example(

@@ -166,7 +166,7 @@ class Trainer:
         self.model.train()
         with self.fabric.autocast():
             outcome = self.objective(self.model, batch)
-        loss = self._sums(float(outcome.loss))[0] / self.fabric.world_size
+        loss = self._sums(float(outcome.loss.detach()))[0] / self.fabric.world_size
         progress.step += 1
         progress.batch += 1
         if not math.isfinite(loss):
