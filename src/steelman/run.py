@@ -29,6 +29,7 @@ from steelman.models.classifier import build_classifier, load_state, load_weight
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
 from steelman.training import Compute, Trained, Trainer
+from steelman.training.guard import blind
 from steelman.training.progress import read_history
 
 
@@ -70,6 +71,9 @@ def make_fabric(compute: Compute) -> Fabric:
 
 
 def _is_first_process() -> bool:
+    """Before processes know each other: the ranks that torchrun or Fabric's own launcher set."""
+    if "RANK" in os.environ:
+        return os.environ["RANK"] == "0"
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -139,6 +143,9 @@ def train(
         console.print(
             f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
         )
+    warning = blind(trained.history) if hasattr(recipe.objective, "attack") else None
+    if warning:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
     _export(recipe, folder, trained, dataset)
     model, _ = load_model(folder)
     evaluation = evaluate(

@@ -144,12 +144,13 @@ class ThreatModel:
         moved = (flat + delta.sign() * size).to(x.dtype).reshape(x.shape)
         return moved.clamp(self.low, self.high)
 
-    def random_start(self, x: Tensor, index: Tensor, key: Key) -> Tensor:
-        """A uniform draw from the ball around each sample, brought into the box; keyed by sample index."""
+    def random_start(self, x: Tensor, index: Tensor, key: Key, box: bool = True) -> Tensor:
+        """A uniform draw from the ball around each sample, brought into the box if asked; keyed by sample index."""
         shape = tuple(x.shape[1:])
         count = math.prod(shape)
         if self.norm == "linf":
-            return self.project(x + self.eps * (2 * key.uniform(index, shape, x.dtype) - 1), x)
+            drawn = x + self.eps * (2 * key.uniform(index, shape, x.dtype) - 1)
+            return self.project(drawn, x) if box else drawn
         # A point on the sphere from independent Gaussians (l2) or signed exponentials (l1), at radius u^(1/d).
         draws = key.fold("direction")
         if self.norm == "l2":
@@ -159,7 +160,8 @@ class ThreatModel:
             direction = -u.sign() * torch.log1p(-u.abs().clamp_max(1 - 2.0**-25))
         radius = key.fold("radius").uniform(index, (1,), torch.float64) ** (1 / max(count, 1))
         unit = direction / norms(direction, self.p)[:, None].clamp_min(1e-300)
-        return self.project(x + (self.eps * radius * unit).to(x.dtype).reshape(x.shape), x)
+        drawn = x + (self.eps * radius * unit).to(x.dtype).reshape(x.shape)
+        return self.project(drawn, x) if box else drawn
 
     def steepest(self, gradient: Tensor, x_adv: Tensor, share: float = 0.0, length: float = 1.0) -> Tensor:
         """The step of this length along which the loss grows fastest; in l1, among those that stay in the box.

@@ -33,10 +33,11 @@ class PGD:
 
     With momentum mu, g <- mu g + grad / mean|grad| (MIM); without, g = grad.
 
-    Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is uniform in the ball, a small
-    Gaussian, or zero; `keep` "best" returns each sample's first success, or else its point of highest loss, and drops
-    fallen samples from the loop, while "last" returns the last point, as a training attack wants it; `mode` is the
-    mode the model is attacked in (its batch-norm statistics never move).
+    Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is uniform in the threat model,
+    uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, or zero; `keep`
+    "best" returns each sample's first success, or else its point of highest loss, and drops fallen samples from the
+    loop, while "last" returns the last point, as a training attack wants it; `mode` is the mode the model is attacked
+    in (its batch-norm statistics never move).
 
     Madry et al. (2018), Eq. (2); Dong et al. (2018), "Boosting Adversarial Attacks with Momentum", Eq. (6).
 
@@ -52,7 +53,7 @@ class PGD:
     step_size: Annotated[Number, Field(gt=0)] | None = None
     restarts: PositiveInt = 1
     loss: str = "cross-entropy"
-    start: Literal["uniform", "gaussian", "zero"] = "uniform"
+    start: Literal["uniform", "ball", "gaussian", "zero"] = "uniform"
     momentum: Annotated[Number, Field(ge=0)] = 0.0
     keep: Literal["best", "last"] = "best"
     mode: Mode = "eval"
@@ -63,6 +64,8 @@ class PGD:
             raise SettingsError([(("loss",), str(unknown("loss", self.loss, LOSSES)))])
         if self.start == "zero" and LOSSES[self.loss].needs == "reference":
             raise UserError(f"loss {self.loss!r} is flat at the clean image: start 'zero' would never leave it")
+        if self.start == "ball" and self.keep != "last":
+            raise UserError("start 'ball' may leave the valid range, so it is for training attacks (keep 'last') alone")
         if self.start == "zero" and self.restarts > 1:
             raise UserError(
                 f"restarts from the same point repeat one another: start 'zero' with {self.restarts} restarts"
@@ -109,8 +112,8 @@ class PGD:
         return best
 
     def _begin(self, x: Tensor, threat: ThreatModel, index: Tensor, key: Key) -> Tensor:
-        if self.start == "uniform":
-            return threat.random_start(x, index, key)
+        if self.start in ("uniform", "ball"):
+            return threat.random_start(x, index, key, box=self.start == "uniform")
         if self.start == "gaussian":
             return threat.project(x + GAUSSIAN_START * key.normal(index, tuple(x.shape[1:]), x.dtype), x)
         return x.clone()

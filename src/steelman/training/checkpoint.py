@@ -6,6 +6,7 @@ finished epoch's, and the one with the best validation robustness.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -126,6 +127,8 @@ def prune(run: Path, keep: set[int]) -> None:
 
 def load_newest(run: Path) -> tuple[dict[str, Any], list[str]]:
     """The newest sound checkpoint of a run, and a sentence for each damaged one put aside on the way."""
+    for rest in (run / "checkpoints").glob(".part-*"):  # of a save that was killed
+        shutil.rmtree(rest, ignore_errors=True)
     damaged: list[str] = []
     for folder in checkpoints(run):
         try:
@@ -134,7 +137,8 @@ def load_newest(run: Path) -> tuple[dict[str, Any], list[str]]:
             damaged.append(str(error))
             aside = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            with contextlib.suppress(OSError):  # another process of the same run may have done it
+                folder.rename(aside)
     if damaged:
         raise UserError("no sound checkpoint is left:\n" + "\n".join(damaged))
     raise UserError(f"nothing to resume in {run}: it has no checkpoint")

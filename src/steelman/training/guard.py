@@ -28,6 +28,19 @@ def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
     return None
 
 
+def blind(history: Sequence[dict[str, Any]]) -> str | None:
+    """A sentence when the training attack says nothing about robustness: the model beats it, but not PGD."""
+    if not history:
+        return None
+    last = history[-1]
+    if last["train_accuracy"] - last["validation_robust"] < 0.5:
+        return None
+    return (
+        f"the model withstands its training attack ({last['train_accuracy']:.1%}) but not the validation attack "
+        f"({last['validation_robust']:.1%}): a training attack of more or smaller steps, or another start, is needed"
+    )
+
+
 class StopRequest:
     """The number of the signal that asked for a stop, once one came; 0 until then."""
 

@@ -1,0 +1,235 @@
+"""The loop itself, against loops written out by hand; and what it leaves behind, which is nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steelman.attacks import ATTACKS, PGD, untouched
+from steelman.errors import UserError
+from steelman.rng import Key
+from steelman.settings import SettingsError, make
+from steelman.threat import Norm, ThreatModel
+from tests.oracles import rand
+from tests.settings import ATTACK_SETTINGS
+from tests.test_attacks import Smooth, samples
+
+LINF = ThreatModel(norm="linf", eps=0.08)
+
+
+def gradient_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def by_hand(model: nn.Module, x: Tensor, y: Tensor, start: Tensor, steps: int, eta: float, mu: float = 0.0) -> Tensor:
+    """Sign steps, clipped to the cube and to [0, 1]; with mu, on the momentum of mean-normalised gradients."""
+    x_adv, g = start, torch.zeros_like(x)
+    for _ in range(steps):
+        gradient = gradient_of(model, x_adv, y)
+        g = mu * g + gradient / gradient.abs().mean(dim=(1, 2, 3), keepdim=True) if mu else gradient
+        x_adv = x_adv + eta * g.sign()
+        x_adv = torch.max(torch.min(x_adv, x + LINF.eps), x - LINF.eps).clamp(0, 1)
+    return x_adv
+
+
+class TestByHand:
+    @pytest.mark.parametrize("mu", [0.0, 1.0, 0.5])
+    def test_last_point_from_the_clean_image(self, mu: float) -> None:
+        model, x, y = samples()
+        got = PGD(steps=7, step_size=0.02, start="zero", keep="last", momentum=mu)(model, x, y, LINF)
+        assert torch.equal(got, by_hand(model, x, y, x, 7, 0.02, mu))
+
+    def test_momentum_matters(self) -> None:
+        model, x, y = samples()
+        one, other = (PGD(steps=7, step_size=0.03, start="zero", keep="last", momentum=mu) for mu in (0.0, 1.0))
+        assert not torch.equal(one(model, x, y, LINF), other(model, x, y, LINF))
+
+    @pytest.mark.parametrize("start", ["uniform", "gaussian"])
+    def test_last_point_from_noise(self, start: Any) -> None:
+        model, x, y = samples()
+        index, stream = torch.arange(8) + 50, Key(3).fold("restart", 0)
+        if start == "uniform":
+            noisy = x + LINF.eps * (2 * stream.uniform(index, (1, 3, 4), torch.float64) - 1)
+        else:
+            noisy = x + 1e-3 * stream.normal(index, (1, 3, 4), torch.float64)
+        noisy = torch.max(torch.min(noisy, x + LINF.eps), x - LINF.eps).clamp(0, 1)
+        got = PGD(steps=5, step_size=0.02, start=start, keep="last")(model, x, y, LINF, index=index, key=Key(3))
+        assert torch.equal(got, by_hand(model, x, y, noisy, 5, 0.02))
+
+    def test_l2_step(self) -> None:
+        model, x, y = samples()
+        threat = ThreatModel(norm="l2", eps=10.0, low=-50, high=50)
+        g = gradient_of(model, x, y)
+        got = PGD(steps=1, step_size=0.3, start="zero", keep="last")(model, x, y, threat)
+        torch.testing.assert_close(got, x + 0.3 * g / g.flatten(1).norm(dim=1).view(-1, 1, 1, 1))
+
+    def test_best_point_is_the_first_success_or_the_highest_loss(self) -> None:
+        model, x, y = samples(24)
+        got = PGD(steps=6, step_size=0.05, start="zero")(model, x, y, LINF)
+        fates = set()
+        for row in range(24):
+            one, label = x[row : row + 1], y[row : row + 1]
+            path = [by_hand(model, one, label, one, steps, 0.05) for steps in range(7)]
+            fallen = [point for point in path if int(model(point).argmax()) != int(label)]
+            losses = [float(F.cross_entropy(model(point), label).detach()) for point in path]
+            expected = fallen[0] if fallen else path[losses.index(max(losses))]
+            assert torch.equal(got[row : row + 1], expected)
+            fates.add(bool(fallen))
+        assert fates == {True, False}, "both fates are meant to occur"
+
+    def test_forwards_are_one_a_step(self) -> None:
+        model, x, y = samples()
+        calls: list[int] = []
+        model.register_forward_hook(lambda *_: calls.append(1))
+        PGD(steps=5, keep="last")(model, x, y, LINF)
+        assert len(calls) == 5
+        calls.clear()
+        PGD(steps=5)(model, x, y, LINF.at(1e-6))
+        assert len(calls) == 6
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_restarts_only_ever_help(keep: Any, norm: Norm) -> None:
+    model, x, y = samples(40)
+    threat = ThreatModel(norm=norm, eps={"linf": 0.06, "l2": 0.22, "l1": 0.6}[norm])
+    fooled, losses = [], []
+    for restarts in (1, 2, 4, 8):
+        x_adv = PGD(steps=3, restarts=restarts, keep=keep)(model, x, y, threat, key=Key(1))
+        z = model(x_adv).detach()
+        fooled.append(z.argmax(dim=1) != y)
+        losses.append(F.cross_entropy(z, y, reduction="none"))
+        assert threat.contains(x_adv, x).all()
+    for i in range(3):
+        assert (fooled[i + 1] | ~fooled[i]).all()
+        surviving = ~fooled[i + 1]
+        assert (losses[i + 1] >= losses[i])[surviving].all()
+    assert (losses[3] > losses[0])[~fooled[3]].any(), "restarts are meant to differ"
+
+
+def net() -> nn.Sequential:
+    """Batch norm, dropout, power iteration, mixed modes, a frozen layer and gradients under way."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, 4, 1),
+        nn.InstanceNorm2d(4, track_running_stats=True),
+        nn.Flatten(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(48, 6)),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Linear(6, 3),
+    )
+    model(torch.rand(8, 1, 3, 4)).sum().backward()
+    model[1].eval()
+    for parameter in model[4].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def everything(model: nn.Module) -> tuple[Any, ...]:
+    return (
+        [
+            (name, module.training, getattr(module, "track_running_stats", None))
+            for name, module in model.named_modules()
+        ],
+        [(name, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()],
+        [None if p.grad is None else (p.grad.data_ptr(), p.grad.tolist()) for p in model.parameters()],
+        [(name, b.data_ptr(), b.tolist()) for name, b in model.named_buffers()],
+        [(name, value.tolist()) for name, value in model.state_dict().items()],
+        torch.get_rng_state().tolist(),
+    )
+
+
+class TestUntouched:
+    @pytest.mark.parametrize("name", sorted(ATTACKS))
+    def test_every_attack_leaves_no_trace(self, name: str) -> None:
+        model, x = net(), torch.rand(8, 1, 3, 4)
+        before = everything(model)
+        ATTACKS[name](**ATTACK_SETTINGS[name])(model, x, torch.arange(8) % 3, LINF)
+        assert everything(model) == before
+
+    @pytest.mark.parametrize("mode", ["eval", "train"])
+    @pytest.mark.parametrize("fails_at", [1, 2, None])
+    def test_in_either_mode_and_after_an_exception(self, mode: Any, fails_at: int | None) -> None:
+        model, x, calls = net(), torch.rand(8, 1, 3, 4), []
+
+        def hook(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == fails_at:
+                raise RuntimeError("the model broke")
+
+        model.register_forward_hook(hook)
+        before = everything(model)
+        attack = PGD(steps=3, mode=mode, keep="last")
+        if fails_at is None:
+            attack(model, x, torch.arange(8) % 3, LINF)
+        else:
+            with pytest.raises(RuntimeError, match="the model broke"):
+                attack(model, x, torch.arange(8) % 3, LINF)
+        assert everything(model) == before
+
+    def test_a_graph_made_before_the_attack_still_goes_backward(self) -> None:
+        model, x, y = net().train(), torch.rand(8, 1, 3, 4), torch.arange(8) % 3
+        loss = F.cross_entropy(model(x), y)
+        x_adv = PGD(steps=2, mode="train", keep="last")(model, x, y, LINF)
+        (loss + F.cross_entropy(model(x_adv), y)).backward()
+
+    def test_train_mode_uses_the_statistics_of_the_batch(self) -> None:
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3)).double()
+        with torch.no_grad():
+            model(50 * torch.rand(8, 1, 3, 4).double())  # running statistics far from the batch's
+        x, y = rand(8, 1, 3, 4), torch.arange(8) % 3
+        attack = {
+            mode: PGD(steps=3, step_size=0.03, start="zero", keep="last", mode=mode) for mode in ("train", "eval")
+        }
+        for mode in ("train", "eval"):
+            twin = copy.deepcopy(model).train(mode == "train")
+            expected = by_hand(twin, x, y, x, 3, 0.03)
+            assert torch.equal(attack[mode](model, x, y, LINF), expected)
+            assert model.training
+
+    def test_the_bracket_freezes_weights_and_sets_the_mode(self) -> None:
+        model = net()
+        with untouched(model):
+            assert not any(module.training for module in model.modules())
+            assert not any(parameter.requires_grad for parameter in model.parameters())
+        with untouched(model, "train"):
+            assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss": "cw"}, "loss: unknown loss 'cw'; choices: cross-entropy, dlr"),
+        ({"start": "zero", "restarts": 2}, "restarts from the same point"),
+        ({"start": "zero", "loss": "kl"}, "flat at the clean image"),
+        ({"mode": "train"}, "expected keep 'last' and 1 restart, got keep 'best'"),
+        ({"mode": "train", "keep": "last", "restarts": 2}, "got keep 'last' and 2"),
+        ({"steps": 0}, "steps: "),
+        ({"restarts": 0}, "restarts: "),
+        ({"step_size": 0}, "step_size: "),
+        ({"step_size": -0.1}, "step_size: "),
+        ({"momentum": -1}, "momentum: "),
+        ({"keep": "worst"}, "keep: "),
+        ({"mode": "test"}, "mode: "),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make("attack", ATTACKS, "pgd", options)
+
+
+def test_kl_cannot_be_targeted() -> None:
+    model, x, y = Smooth(), rand(2, 1, 3, 4), torch.tensor([0, 1])
+    with pytest.raises(UserError, match="towards a target"):
+        PGD(loss="kl")(model, x, y, LINF, target=y)
