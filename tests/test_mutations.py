@@ -15,6 +15,7 @@ from torch import Tensor
 
 from steelman import threat as threat_module
 from steelman.attacks import pgd as pgd_module
+from steelman.losses import adversarial_loss
 from steelman.threat import ThreatModel
 from tests.oracles import check_inside, check_linear, check_linear_in_box, check_projection, check_unit_step, randn, red
 from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX
@@ -94,10 +95,8 @@ class TestLoss:
 
     @pytest.mark.parametrize("loss", ["cross-entropy", "margin", "dlr", "scale-invariant-cross-entropy"])
     def test_loss_negated(self, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
-        right = pgd_module.adversarial_loss
-
         def negated(*args: Any, **rest: Any) -> Tensor:
-            return -right(*args, **rest)
+            return -adversarial_loss(*args, **rest)
 
         check = linear("bim", "linf", loss)
         green_then_red(check, lambda: monkeypatch.setattr(pgd_module, "adversarial_loss", negated))
@@ -123,12 +122,14 @@ class TestProjection:
             green_then_red(check, lambda: monkeypatch.setattr(ThreatModel, "project", broken))
 
     @every_norm
-    def test_box_forgotten(self, monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
-        patch = partial(monkeypatch.setattr, ThreatModel, "project", TestProjection.unboxed.__get__(self))
-        for check in (partial(check_projection, norm), partial(check_inside, "bim", norm, **ATTACK_SETTINGS["bim"])):
-            green_then_red(check, partial(monkeypatch.setattr, ThreatModel, "project", lambda *a: self.unboxed(*a)))
-            monkeypatch.undo()
-        del patch
+    @pytest.mark.parametrize("what", ["projection", "attack"])
+    def test_box_forgotten(self, monkeypatch: pytest.MonkeyPatch, norm: str, what: str) -> None:
+        def unboxed(threat: ThreatModel, x_adv: Tensor, x: Tensor) -> Tensor:
+            return self.unboxed(threat, x_adv, x)
+
+        inside = partial(check_inside, "pgd", norm, **ATTACK_SETTINGS["pgd"])
+        check = inside if what == "attack" else partial(check_projection, norm)
+        green_then_red(check, lambda: monkeypatch.setattr(ThreatModel, "project", unboxed))
 
     @pytest.mark.parametrize("norm", ["l2", "l1"])
     def test_ball_first_and_box_afterwards(self, monkeypatch: pytest.MonkeyPatch, norm: str) -> None:

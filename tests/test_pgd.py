@@ -24,9 +24,8 @@ LINF = ThreatModel(norm="linf", eps=0.08)
 
 def gradient_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = x.detach().clone().requires_grad_()
-    F.cross_entropy(model(x), y, reduction="sum").backward()
-    assert x.grad is not None
-    return x.grad
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x)
+    return gradient
 
 
 def by_hand(model: nn.Module, x: Tensor, y: Tensor, start: Tensor, steps: int, eta: float, mu: float = 0.0) -> Tensor:
@@ -129,7 +128,7 @@ def net() -> nn.Sequential:
         nn.BatchNorm1d(6, momentum=None),
         nn.Linear(6, 3),
     )
-    model(torch.rand(8, 1, 3, 4)).sum().backward()
+    torch.autograd.backward(model(torch.rand(8, 1, 3, 4)).sum())
     model[1].eval()
     for parameter in model[4].parameters():
         parameter.requires_grad_(False)
@@ -182,7 +181,8 @@ class TestUntouched:
         model, x, y = net().train(), torch.rand(8, 1, 3, 4), torch.arange(8) % 3
         loss = F.cross_entropy(model(x), y)
         x_adv = PGD(steps=2, mode="train", keep="last")(model, x, y, LINF)
-        (loss + F.cross_entropy(model(x_adv), y)).backward()
+        torch.autograd.backward(loss + F.cross_entropy(model(x_adv), y))
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
     def test_train_mode_uses_the_statistics_of_the_batch(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3)).double()

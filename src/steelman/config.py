@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -96,7 +97,8 @@ def _head(value: object) -> object:
     _check_options("head", HEADS, spec, {"features", "num_classes"})
     options = {key: number(item) for key, item in spec.options.items()}
     try:
-        build_head(spec.name, 2, 2, **options)  # a small one, to hear its objections now
+        with torch.random.fork_rng(devices=[]):  # reading a recipe draws nothing from the global generator
+            build_head(spec.name, 2, 2, **options)  # a small one, to hear its objections now
     except TypeError as error:
         raise UserError(str(error)) from None
     return HeadSpec(name=spec.name, options=options)
@@ -223,14 +225,28 @@ def attack_from_text(text: str) -> tuple[str, Attack]:
     >>> attack_from_text("pgd:steps=50")[1].steps
     50
     """
-    name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise UserError(f"attack {text!r}: expected options as key=value, got {part!r}")
-        options[key.strip()] = yaml.safe_load(value)
+    name, options = name_and_options(text)
     try:
-        return text, make("attack", ATTACKS, name.strip(), options)
+        return text, make("attack", ATTACKS, name, options)
     except SettingsError as error:
         raise UserError(f"attack {text!r}: {error}") from None
+
+
+def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Read ``he:scale=10,margin=0.1`` as a name and its options."""
+    name, _, rest = text.partition(":")
+    return name.strip(), options_from_texts(filter(None, rest.split(",")))
+
+
+def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
+    """Read ``key=value`` texts; values are YAML, and fractions are numbers."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"expected an option as key=value, got {text!r}")
+        try:
+            options[key.strip()] = number(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise UserError(f"{key.strip()}: {value!r} is not a YAML value") from None
+    return options

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from steelman import data as datasets
-from steelman.config import attack_from_text
+from steelman.config import attack_from_text, name_and_options, options_from_texts
 from steelman.errors import UserError, unknown
 from steelman.evaluation import Evaluation, evaluate
 from steelman.models import PUBLISHED_LAYOUTS
@@ -32,6 +32,7 @@ def measure(
     weights: Path | None,
     layout: str | None,
     head: str,
+    options: list[str],
     samples: int | None,
     batch_size: int,
     seed: int,
@@ -45,16 +46,18 @@ def measure(
     described: dict[str, Any] = {}
     if folder.is_dir():
         model, described = load_model(folder)
-    options = {"root": root} if root is not None else described.get("data", {}).get("options", {}) if not data else {}
+    if described and (weights or layout or options or head != "linear"):
+        raise UserError("--weights, --layout, --head and --option are for a model given by name; a run has its own")
+    where = {"root": root} if root is not None else described.get("data", {}).get("options", {}) if not data else {}
     name = data or described.get("data", {}).get("name")
     if name is None:
         raise UserError(
             f"--data: expected a dataset for a model given by name; choices: {', '.join(datasets.DATASETS)}"
         )
     threat = _threat(described.get("threat"), norm, eps)
-    dataset = datasets.load(name, **options)
+    dataset = datasets.load(name, **where)
     if not folder.is_dir():
-        model = _named(target, dataset, head, weights, layout)
+        model = _named(target, dataset, head, options_from_texts(options), weights, layout)
     elif tuple(described["input_shape"]) != dataset.shape:
         raise UserError(f"the model takes images of shape {described['input_shape']}, and {name} has {dataset.shape}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,11 +95,21 @@ def _threat(own: dict[str, Any] | None, norm: str | None, eps: str | None) -> Th
         raise UserError(f"threat model: {SettingsError.of(error)}") from None
 
 
-def _named(target: str, dataset: Any, head: str, weights: Path | None, layout: str | None) -> nn.Module:
+def _named(
+    target: str, dataset: Any, head: str, options: dict[str, Any], weights: Path | None, layout: str | None
+) -> nn.Module:
     """A model by registry name or import path, with weights from a file."""
     if "/" in target or (":" not in target and Path(target).suffix):
         raise UserError(f"no run at {target}; expected a run's folder, a model's name or package.module:factory")
-    model = build_classifier(target, input_shape=dataset.shape, num_classes=dataset.num_classes, head=head)
+    head_name, head_options = name_and_options(head)
+    model = build_classifier(
+        target,
+        input_shape=dataset.shape,
+        num_classes=dataset.num_classes,
+        head=head_name,
+        head_options=head_options,
+        **options,
+    )
     if weights is None:
         if ":" not in target:
             raise UserError(

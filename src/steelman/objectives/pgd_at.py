@@ -24,7 +24,8 @@ class PGDAT:
     attack: InnerAttack = PGD(steps=10, keep="last")
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
-        attack = self.attack.at(batch.ratio) if isinstance(self.attack, PGD) else self.attack
+        # At ratio 0, where a warm-up of the radius starts, there is no step to scale: the attack returns x.
+        attack = self.attack.at(batch.ratio) if isinstance(self.attack, PGD) and batch.ratio > 0 else self.attack
         x_adv = attack(batch.net, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
         logits = model(x_adv)
         return Outcome(cross_entropy(with_margin(model, logits, batch.y), batch.y).mean(), logits.detach())
