@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+
 import hypothesis
 import pytest
 import torch
@@ -14,3 +17,14 @@ hypothesis.settings.load_profile("steelman")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where everything must be there (STEELMAN_REQUIRE_ALL), a test that skips for want of it fails instead."""
+    report = yield
+    wanted = any(item.get_closest_marker(name) for name in ("browser", "real_data"))
+    if report.skipped and wanted and os.environ.get("STEELMAN_REQUIRE_ALL"):
+        report.outcome = "failed"
+        report.longrepr = f"required here, but skipped: {report.longrepr}"
+    return report

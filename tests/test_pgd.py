@@ -51,15 +51,18 @@ class TestByHand:
         one, other = (PGD(steps=7, step_size=0.03, start="zero", keep="last", momentum=mu) for mu in (0.0, 1.0))
         assert not torch.equal(one(model, x, y, LINF), other(model, x, y, LINF))
 
-    @pytest.mark.parametrize("start", ["uniform", "gaussian"])
+    @pytest.mark.parametrize("start", ["uniform", "ball", "gaussian"])
     def test_last_point_from_noise(self, start: Any) -> None:
         model, x, y = samples()
         index, stream = torch.arange(8) + 50, Key(3).fold("restart", 0)
-        if start == "uniform":
+        if start != "gaussian":
             noisy = x + LINF.eps * (2 * stream.uniform(index, (1, 3, 4), torch.float64) - 1)
         else:
             noisy = x + 1e-3 * stream.normal(index, (1, 3, 4), torch.float64)
-        noisy = torch.max(torch.min(noisy, x + LINF.eps), x - LINF.eps).clamp(0, 1)
+        if start == "ball":
+            assert ((noisy < 0) | (noisy > 1)).any(), "the first gradient is meant to be taken outside the box"
+        else:
+            noisy = torch.max(torch.min(noisy, x + LINF.eps), x - LINF.eps).clamp(0, 1)
         got = PGD(steps=5, step_size=0.02, start=start, keep="last")(model, x, y, LINF, index=index, key=Key(3))
         assert torch.equal(got, by_hand(model, x, y, noisy, 5, 0.02))
 
@@ -112,6 +115,16 @@ def test_restarts_only_ever_help(keep: Any, norm: Norm) -> None:
         surviving = ~fooled[i + 1]
         assert (losses[i + 1] >= losses[i])[surviving].all()
     assert (losses[3] > losses[0])[~fooled[3]].any(), "restarts are meant to differ"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_a_sample_meets_the_same_restarts_in_any_batch(momentum: float) -> None:
+    model, x, y = samples(12)
+    attack, index = PGD(steps=2, restarts=5, momentum=momentum), torch.arange(12) * 7 + 3
+    whole = attack(model, x, y, LINF, index=index, key=Key(1))
+    for row in range(12):
+        one = slice(row, row + 1)
+        assert torch.equal(attack(model, x[one], y[one], LINF, index=index[one], key=Key(1)), whole[one])
 
 
 def net() -> nn.Sequential:
@@ -213,6 +226,7 @@ class TestUntouched:
         ({"loss": "cw"}, "loss: unknown loss 'cw'; choices: cross-entropy, dlr"),
         ({"start": "zero", "restarts": 2}, "restarts from the same point"),
         ({"start": "zero", "loss": "kl"}, "flat at the clean image"),
+        ({"start": "ball"}, "for training attacks"),
         ({"mode": "train"}, "expected keep 'last' and 1 restart, got keep 'best'"),
         ({"mode": "train", "keep": "last", "restarts": 2}, "got keep 'last' and 2"),
         ({"steps": 0}, "steps: "),

@@ -193,6 +193,15 @@ class TestRandomStart:
         assert threat.contains(drawn, x).all()
 
     @pytest.mark.parametrize("norm", NORMS)
+    def test_in_the_ball_alone_where_asked(self, norm: Norm) -> None:
+        x = torch.tensor([0.0, 1.0, 0.5]).repeat(20, 2).reshape(20, 1, 2, 3).double()
+        threat = ThreatModel(norm=norm, eps=0.3)
+        drawn = threat.random_start(x, torch.arange(20), Key(0), box=False)
+        assert (sizes(drawn - x, norm) <= 0.3 + 1e-12).all()
+        assert ((drawn < 0) | (drawn > 1)).any()
+        assert torch.equal(threat.project(drawn, x), threat.random_start(x, torch.arange(20), Key(0)))
+
+    @pytest.mark.parametrize("norm", NORMS)
     def test_keyed_by_sample_alone(self, norm: Norm) -> None:
         threat, x, index = ThreatModel(norm=norm, eps=0.3), rand(5, 1, 3, 3), torch.tensor([9, 2, 40, 7, 3])
         whole = threat.random_start(x, index, Key(0))
