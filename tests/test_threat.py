@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.optimize import minimize
 
+from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.settings import SettingsError, make
 from steelman.threat import Norm, ThreatModel, norms
@@ -146,6 +147,12 @@ class TestContains:
         x_adv = x.clone()
         x_adv[1].view(-1)[int(bad > 0.5)] = bad
         assert ThreatModel(norm=norm, eps=2).contains(x_adv, x).tolist() == [True, False, True]
+
+    def test_shapes_must_agree(self) -> None:
+        x = torch.zeros(3, 1, 2, 2)
+        for wrong in (x[:1], x[0], x.flatten(1)):
+            with pytest.raises(UserError, match=r"expected adversarial images of shape \(3, 1, 2, 2\), got "):
+                ThreatModel(eps=1).contains(wrong, x)
 
     def test_the_distance_is_not_measured_in_float32(self) -> None:
         x = torch.zeros(1, 1, 1000, 1000)

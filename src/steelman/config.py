@@ -21,6 +21,7 @@ from steelman.evaluation import DEFAULT_ATTACKS
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective
+from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
 from steelman.training import Compute, Guard, Training, Validation
@@ -110,7 +111,7 @@ def _validated(cls: Any, value: object) -> Any:
     try:
         return cls(**value)
     except ValidationError as error:
-        raise SettingsError.of(error) from None
+        raise SettingsError.of(error, cls) from None
 
 
 def _attacks(value: object) -> object:
@@ -122,6 +123,8 @@ def _attacks(value: object) -> object:
             built[str(label)] = named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
         except SettingsError as error:
             raise SettingsError([((str(label), *path), text) for path, text in error.problems]) from None
+        except UserError as error:
+            raise SettingsError([((str(label),), str(error))]) from None
     return built
 
 
@@ -171,8 +174,16 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
         recipe: Recipe = make("recipe", {"recipe": Recipe}, "recipe", source)
     except SettingsError as error:
         raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in str(error).splitlines())) from None
-    if not recipe.threat.eps > 0:
-        raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {recipe.threat.eps}")
+    eps, devices = recipe.threat.eps, recipe.compute.devices
+    if not eps > 0:
+        raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {eps}")
+    if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps:
+        raise UserError(f"{origin}:\n  training.eps: expected to end at or below threat.eps, {eps:g}, got {last:g}")
+    if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
+        raise UserError(
+            f"{origin}:\n  training.batch_size: expected a multiple of the number of processes, "
+            f"{devices * recipe.compute.nodes}, got {recipe.training.batch_size}"
+        )
     return recipe
 
 

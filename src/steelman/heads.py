@@ -10,6 +10,7 @@ the modified m-HE, whose logits are angles.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,11 @@ from steelman.settings import make
 
 # d arccos(c)/dc diverges at |c| = 1; this is the clamp that keeps it finite.
 ANGLE_GUARD = 1e-6
+
+
+def _finite(value: object, kind: type = numbers.Real) -> bool:
+    """Whether a setting, which may come from a file, is a number at all."""
+    return isinstance(value, numbers.Real) and isinstance(value, kind) and math.isfinite(value)
 
 
 class Head(nn.Module):
@@ -48,11 +54,11 @@ class Head(nn.Module):
         zero_init: bool = False,
     ) -> None:
         super().__init__()
-        if not (isinstance(num_classes, int) and num_classes >= 2):
+        if not (_finite(num_classes, numbers.Integral) and num_classes >= 2):
             raise UserError(f"expected at least two classes, got {num_classes!r}")
-        if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        if not (_finite(scale) and scale > 0):
             raise UserError(f"head scale: expected a number above 0, got {scale!r}")
-        if not (isinstance(margin, (int, float)) and math.isfinite(margin) and margin >= 0):
+        if not (_finite(margin) and margin >= 0):
             raise UserError(f"head margin: expected a number of at least 0, got {margin!r}")
         if zero_init and normalise_weights:
             raise UserError(

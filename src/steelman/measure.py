@@ -54,12 +54,16 @@ def measure(
         raise UserError(
             f"--data: expected a dataset for a model given by name; choices: {', '.join(datasets.DATASETS)}"
         )
+    if out is not None and ((out / "evaluation.json").exists() or (out / "report.html").exists()):
+        raise UserError(f"--out: {out} already holds a report; choose another folder, or delete it")
     threat = _threat(described.get("threat"), norm, eps)
     dataset = datasets.load(name, **where)
     if not folder.is_dir():
         model = _named(target, dataset, head, options_from_texts(options), weights, layout)
     elif tuple(described["input_shape"]) != dataset.shape:
-        raise UserError(f"the model takes images of shape {described['input_shape']}, and {name} has {dataset.shape}")
+        raise UserError(
+            f"the model takes images of shape {tuple(described['input_shape'])}, and {name} has {dataset.shape}"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     label = described.get("recipe", target)
     found = evaluate(
@@ -92,7 +96,7 @@ def _threat(own: dict[str, Any] | None, norm: str | None, eps: str | None) -> Th
     try:
         return ThreatModel(**given)
     except ValidationError as error:
-        raise UserError(f"threat model: {SettingsError.of(error)}") from None
+        raise UserError(f"threat model: {SettingsError.of(error, ThreatModel)}") from None
 
 
 def _named(
@@ -111,6 +115,8 @@ def _named(
         **options,
     )
     if weights is None:
+        if layout is not None:
+            raise UserError(f"--layout {layout}: expected --weights with it, the file of that layout")
         if ":" not in target:
             raise UserError(
                 f"--weights: expected a file of trained weights for {target}; untrained ones measure nothing"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class Key:
 
     def integer(self) -> int:
         """This stream as one signed 64-bit integer."""
-        text = repr((int(self.seed), *self.path)).encode()
+        parts = (part if isinstance(part, str) else operator.index(part) for part in (self.seed, *self.path))
+        text = repr(tuple(parts)).encode()
         return _signed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def bits(self, index: Tensor, count: int) -> Tensor:

@@ -20,9 +20,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman import data
-from steelman.config import Recipe, fingerprint, parse
+from steelman.config import Recipe, fingerprint, parse, read
 from steelman.errors import UserError
 from steelman.evaluation import Evaluation, evaluate
+from steelman.evaluation.checks import check_contract
 from steelman.evaluation.harness import versions
 from steelman.files import write_atomic
 from steelman.models.classifier import build_classifier, load_state, load_weights
@@ -108,19 +109,21 @@ def train(
     """
     console = console or Console()
     recipe = parse(source, origin)
-    if not resume and _is_first_process():
-        _load(recipe)  # what is wrong with the data is said before a folder is made
-        prepare(folder, source)
+    # What is wrong with the machine, the data or the model is said before a folder is made.
     fabric = make_fabric(recipe.compute)
+    dataset = data.load(recipe.data.name, **recipe.data.options)
+    training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
+    net = build_model(recipe, dataset.shape, dataset.num_classes)
+    check_contract(net, training, recipe.threat, torch.device("cpu"))
+    if not resume and _is_first_process():
+        prepare(folder, source)
     fabric.launch()
     if fabric.device.type == "cuda":
         # The same run twice gives the same weights; CUDA needs to be told, and is a little slower for it.
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-    dataset = _load(recipe)
-    training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
     trainer = Trainer(
-        net=build_model(recipe, dataset.shape, dataset.num_classes),
+        net=net,
         train=training,
         validation=validation,
         augment=recipe.data.augment,
@@ -169,8 +172,8 @@ def train(
         "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
         "session_seconds": time.monotonic() - started,
     }
-    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())
     write_report(folder, evaluation, console if show else Console(quiet=True))
+    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last: it marks a finished run
     return evaluation
 
 
@@ -188,12 +191,8 @@ def resume(folder: Path, console: Console | None = None) -> Evaluation | None:
         raise UserError(f"{folder} is not a run: it has no recipe.yaml")
     if (folder / "run.json").is_file():
         raise UserError(f"{folder} is finished; its report is {folder / 'report.html'}")
-    source = yaml.safe_load((folder / "recipe.yaml").read_text())
-    return train(source, folder, resume=True, console=console, origin=str(folder / "recipe.yaml"))
-
-
-def _load(recipe: Recipe) -> data.Dataset:
-    return data.load(recipe.data.name, **recipe.data.options)
+    source, origin = read(str(folder / "recipe.yaml"))
+    return train(source, folder, resume=True, console=console, origin=origin)
 
 
 def _export(recipe: Recipe, folder: Path, trained: Trained, dataset: data.Dataset) -> None:
@@ -221,18 +220,21 @@ def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         unfinished = (folder / "recipe.yaml").is_file()
         hint = f"the run is not finished; go on with: steelman resume {folder}" if unfinished else "it is not a run"
         raise UserError(f"no model in {folder}: {hint}")
-    record: dict[str, Any] = json.loads((folder / "model.json").read_text())
     path = folder / "model.safetensors"
     content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != record["sha256"]:
+    try:
+        record: dict[str, Any] = json.loads((folder / "model.json").read_text())
+        spec, head, checksum = record["model"], record["head"], record["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
+    if hashlib.sha256(content).hexdigest() != checksum:
         raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
-    spec = record["model"]
     model = build_classifier(
         spec["name"],
         input_shape=tuple(record["input_shape"]),
         num_classes=len(record["classes"]),
-        head=record["head"]["name"],
-        head_options=record["head"]["options"],
+        head=head["name"],
+        head_options=head["options"],
         mean=spec["mean"],
         std=spec["std"],
         **spec["options"],

@@ -59,11 +59,12 @@ class SettingsError(UserError):
         super().__init__("\n".join(f"{'.'.join(path)}: {text}" if path else text for path, text in problems))
 
     @classmethod
-    def of(cls, error: ValidationError, prefix: tuple[str, ...] = ()) -> SettingsError:
-        """Flatten a validation error, however deeply registries are nested, into paths and sentences."""
+    def of(cls, error: ValidationError, checked: object) -> SettingsError:
+        """Flatten a validation error of the settings class `checked`, however deeply registries are nested, into paths
+        and sentences."""
         problems: list[tuple[tuple[str, ...], str]] = []
         for item in error.errors(include_url=False):
-            path = (*prefix, *(str(part) for part in item["loc"] if not str(part).startswith("function-")))
+            path = tuple(str(part) for part in item["loc"] if not str(part).startswith("function-"))
             inner = item.get("ctx", {}).get("error")
             if isinstance(inner, SettingsError):
                 problems += [((*path, *sub), text) for sub, text in inner.problems]
@@ -72,11 +73,19 @@ class SettingsError(UserError):
             elif item["type"] == "missing":
                 problems.append((path, "is required and missing"))
             elif item["type"] == "unexpected_keyword_argument":
-                problems.append((path, "unknown key"))
+                problems.append((path, str(unknown("key", item["loc"][-1], _keys_at(checked, item["loc"][:-1])))))
             else:
                 text = item["msg"].removeprefix("Value error, ")
                 problems.append((path, f"{text[:1].lower()}{text[1:]}, got {item['input']!r}"))
         return cls(list(dict.fromkeys(problems)))
+
+
+def _keys_at(checked: object, path: Sequence[str | int]) -> list[str]:
+    """The keys that the settings class at `path` below `checked` takes."""
+    for part in path:
+        fields = getattr(checked, "__pydantic_fields__", {})
+        checked = getattr(fields.get(part), "annotation", None)
+    return list(getattr(checked, "__pydantic_fields__", {}))
 
 
 def options_of(factory: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -106,7 +115,7 @@ def make(kind: str, registry: Mapping[str, Callable[..., T]], name: object, opti
     try:
         return factory(**options)
     except ValidationError as error:
-        raise SettingsError.of(error) from None
+        raise SettingsError.of(error, factory) from None
 
 
 def named(kind: str, registry: Mapping[str, Callable[..., Any]]) -> BeforeValidator:

@@ -190,6 +190,8 @@ class ThreatModel:
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """Whether each sample lies in S(x): finite, inside the box exactly, inside the ball within `tolerance`."""
+        if x_adv.shape != x.shape:
+            raise UserError(f"expected adversarial images of shape {tuple(x.shape)}, got {tuple(x_adv.shape)}")
         flat = x_adv.flatten(1)
         boxed = ((flat >= self.low) & (flat <= self.high)).all(dim=1)  # False for NaN
         distance = norms(x_adv.to(torch.float64) - x.to(torch.float64), self.p)

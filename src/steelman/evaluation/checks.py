@@ -13,6 +13,8 @@ from steelman.threat import ThreatModel
 
 def predictions(model: nn.Module, x: Tensor, what: str) -> Tensor:
     """The model's answers in eval mode and full precision; logits that are not finite are refused."""
+    if len(x) == 0:  # many a model cannot take none
+        return torch.empty(0, dtype=torch.int64, device=x.device)
     with untouched(model), torch.no_grad():
         logits = logits_of(model, x)
     finite = torch.isfinite(logits).all(dim=1)
@@ -32,9 +34,11 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
     check_range(x, threat)
     try:
         with untouched(model), torch.no_grad():
-            logits = logits_of(model, x)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+            logits = model(x)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"the model cannot take images of shape {tuple(x.shape[1:])}: {reason}") from None
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -76,6 +76,8 @@ def evaluate(
     attacks = dict(DEFAULT_ATTACKS if attacks is None else attacks)
     if not attacks:
         raise UserError("expected at least one attack, got none")
+    if reserved := attacks.keys() & {"clean", "worst case"}:
+        raise UserError(f"an attack cannot be called {min(reserved)!r}: that is the name of another score")
     if samples is not None and samples < 1:
         raise UserError(f"samples: expected at least 1, got {samples}")
     source = data if not isinstance(data, tuple) else ArraySource(*data)
@@ -99,7 +101,11 @@ def evaluate(
                 started = time.perf_counter()
                 x_adv = attack(model, x[right], y[right], threat, index=index[right], key=key.fold(label))
                 tallies[label].seconds += time.perf_counter() - started
+                if x_adv.shape != x[right].shape:
+                    raise UserError(f"{label}: expected points of shape {x[right].shape}, got {x_adv.shape}")
                 inside = threat.contains(x_adv, x[right])
+                # A point outside may be anything, NaN included: the clean one stands in for it.
+                x_adv = torch.where(inside[:, None, None, None], x_adv, x[right])
                 tallies[label].outside += int((~inside).sum())
                 guess = predictions(model, x_adv, "adversarial")
                 fallen = right.clone()
@@ -194,8 +200,9 @@ def _curve(
 
 def describe(attack: Attack) -> dict[str, Any]:
     """An attack's settings as plain values."""
-    fields = getattr(attack, "__dataclass_fields__", {})
-    return {"attack": type(attack).__name__, **{field: getattr(attack, field) for field in fields}}
+    values = {field: getattr(attack, field) for field in getattr(attack, "__dataclass_fields__", {})}
+    plain = {k: v if v is None or isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+    return {"attack": type(attack).__name__, **plain}
 
 
 def versions() -> dict[str, str]:

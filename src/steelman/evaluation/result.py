@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from scipy.stats import binomtest
 from torch import Tensor
@@ -119,7 +120,9 @@ class Evaluation:
             record = json.loads((folder / "evaluation.json").read_text())
             images = load_file(folder / "gallery.safetensors")
         except FileNotFoundError as error:
-            raise UserError(f"no evaluation in {folder}: {error.filename} is missing") from None
+            raise UserError(f"no evaluation in {folder}: {error.filename or error} is missing") from None
+        except (ValueError, SafetensorError) as error:
+            raise UserError(f"the evaluation in {folder} is damaged: {error}") from None
         record["classes"] = tuple(record["classes"])
         record["notes"] = tuple(record["notes"])
         record["scores"] = tuple(Score(**score) for score in record["scores"])

@@ -69,6 +69,8 @@ def build_classifier(
     from steelman.settings import make
 
     if ":" in name:
+        if tuple(mean) != (0.0,) or tuple(std) != (1.0,):
+            raise UserError(f"mean and std: {name} normalises its own input; expected neither, got {mean} and {std}")
         model = imported(name, **options)
         if head != "linear" or head_options:
             embed(model, head, **(head_options or {}))

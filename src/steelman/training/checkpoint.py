@@ -26,6 +26,8 @@ KEEP = 2
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Split nested dicts and lists into plain JSON and named tensors; ``unpack`` puts them together again."""
     if isinstance(value, Tensor):
+        while name in tensors:  # "a.b" in one dict and "b" in a dict "a" are two tensors
+            name += "'"
         # A clone: safetensors refuses tensors that share memory, and the caller may go on changing its own.
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
+
 from steelman.training.settings import Guard
 
 
@@ -39,6 +42,14 @@ def blind(history: Sequence[dict[str, Any]]) -> str | None:
         f"the model withstands its training attack ({last['train_accuracy']:.1%}) but not the validation attack "
         f"({last['validation_robust']:.1%}): a training attack of more or smaller steps, or another start, is needed"
     )
+
+
+def poisoned(model: nn.Module, epoch: int) -> str | None:
+    """A sentence when weights are no longer finite: the last loss of the epoch was, its gradient was not."""
+    broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
+    if not broken:
+        return None
+    return f"weights became NaN or infinite at the end of epoch {epoch} ({broken[0]}); try a smaller learning rate"
 
 
 class StopRequest:

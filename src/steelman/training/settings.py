@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from steelman.attacks import ATTACKS, PGD, Attack
-from steelman.schedules import Scheduled
-from steelman.settings import Number, named, settings
+from steelman.schedules import Scheduled, value_at
+from steelman.settings import Number, SettingsError, named, settings
 
 NonNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
@@ -114,3 +114,11 @@ class Training:
     select: Literal["best", "last"] = "best"
     save_minutes: Annotated[Number, Field(gt=0)] = 5.0
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _never_negative(self) -> Training:
+        for name, value in (("lr", self.lr), ("eps", self.eps)):
+            lowest = 0.0 if value is None else min(value_at(value, percent / 100) for percent in range(101))
+            if lowest < 0:
+                raise SettingsError([((name,), f"expected at least 0 throughout the run, got {lowest:g}")])
+        return self

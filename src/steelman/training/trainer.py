@@ -25,8 +25,15 @@ from steelman.rng import Key
 from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
-from steelman.training.checkpoint import checkpoint_path, load_checkpoint, load_newest, prune, save_checkpoint
-from steelman.training.guard import StopRequest, collapse, stop_on_signals
+from steelman.training.checkpoint import (
+    checkpoint_path,
+    checkpoints,
+    load_checkpoint,
+    load_newest,
+    prune,
+    save_checkpoint,
+)
+from steelman.training.guard import StopRequest, collapse, poisoned, stop_on_signals
 from steelman.training.progress import Recorder
 from steelman.training.settings import Compute, Guard, Training, Validation
 
@@ -121,12 +128,13 @@ class Trainer:
                             if self._agree(time.monotonic() - saved > 60 * self.training.save_minutes):
                                 self.save()
                                 saved = time.monotonic()
+                    stopped = stopped or poisoned(self.net, progress.epoch + 1)
                     if not stopped:
                         self.finish_epoch(time.monotonic() - started)
                         self.save()
                         saved = time.monotonic()
                         stopped = collapse(progress.history, self.guard)
-                        if self._asked_to_stop(request) and progress.epoch < self.training.epochs and not stopped:
+                        if self._asked_to_stop(request):
                             raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
         finally:
             if self.recorder is not None:
@@ -174,6 +182,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(outcome.loss)
         self.optimizer.step()
+        self._share_buffers()
         if self.average is not None:
             self.average.update(self.net)
         progress.loss_sum += loss * len(y)
@@ -238,7 +247,7 @@ class Trainer:
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "average": None if self.average is None else self.average.state(),
-            "carry": self.carry,
+            "carry": {name: self._gathered(value) for name, value in self.carry.items()},
             "rng": self._gathered(torch.get_rng_state()),
             "cuda": self._gathered(torch.cuda.get_rng_state()) if on_cuda else None,
             "precision": self.fabric.strategy.precision.state_dict(),
@@ -257,19 +266,21 @@ class Trainer:
 
     def restore(self) -> None:
         """Take up the newest sound checkpoint; a run that ended before its first one starts again."""
-        if not any((self.folder / "checkpoints").glob("*step-*")):
+        if not checkpoints(self.folder) and not any((self.folder / "checkpoints").glob("damaged-*")):
             self.console.print("no checkpoint was saved yet; starting from the beginning", highlight=False)
             return
         state, damaged = load_newest(self.folder)
         for sentence in damaged:
             self.console.print(f"{sentence}; going on from the one before", style="yellow", highlight=False)
         if state["fingerprint"] != self.fingerprint:
-            raise UserError(f"the checkpoint in {self.folder} belongs to another recipe than the run's recipe.yaml")
+            raise UserError(
+                f"the checkpoint in {self.folder} belongs to another recipe ({state['fingerprint']}) than the run's "
+                f"recipe.yaml ({self.fingerprint}): put that back as it was, or train anew in another folder"
+            )
         load_weights(self.net, state["model"], f"the checkpoint in {self.folder}")
         self.optimizer.optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
             self.average.restore(state["average"])
-        self.carry = {name: value.to(self.fabric.device) for name, value in state["carry"].items()}
         self.used = state["used"]
         self.progress = Progress(**state["progress"])
         if not self.fabric.is_global_zero:  # the sums of all processes went into the first one's
@@ -277,6 +288,7 @@ class Trainer:
         saved_by, rank = len(state["rng"]), self.fabric.global_rank
         if saved_by != self.fabric.world_size:
             raise UserError(f"the run was saved by {saved_by} processes, and {self.fabric.world_size} would resume it")
+        self.carry = {name: value[rank].to(self.fabric.device) for name, value in state["carry"].items()}
         torch.set_rng_state(state["rng"][rank])
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
@@ -326,6 +338,12 @@ class Trainer:
         every = self.fabric.all_gather(value.to(self.fabric.device))
         assert isinstance(every, Tensor)
         return every.cpu()
+
+    def _share_buffers(self) -> None:
+        """Give all processes the first one's batch-norm statistics: they attack, average and validate one model."""
+        if self.fabric.world_size > 1:
+            for buffer in self.net.buffers():
+                torch.distributed.broadcast(buffer, src=0)
 
     def _asked_to_stop(self, request: StopRequest) -> bool:
         return self._agree(request.number > 0)

@@ -1,0 +1,166 @@
+"""Two processes on CPU: one model, the same noise for every sample, and the same bits after a resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from steelman import config, run
+from steelman.attacks import PGD
+from steelman.data import CropFlip
+from steelman.rng import Key
+from steelman.threat import ThreatModel
+from steelman.training.checkpoint import checkpoint_path, checkpoints
+from tests.training_helpers import Running, a_batch, a_net, metrics, newest, same_run, two_processes, wait_for
+
+COMMON = (
+    "training.epochs=2",
+    "training.batch_size=128",
+    "training.save_minutes=0.00001",
+    "objective.attack.steps=2",
+    "validation.samples=51",
+    "evaluation.samples=16",
+    "evaluation.attacks={fgsm: fgsm}",
+    "compute.accelerator=cpu",
+)
+# Batch norm, dropout and an average: whatever differs between the processes must come back to each.
+NOISY = (*COMMON, "model=tests.training_helpers:digits_net", "training.ema=0.9", "compute.devices=2")
+TRAIN = ("train", "digits-pgd-at", *NOISY, "--out", "run")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_a_sample_gets_the_same_noise_in_one_process_and_in_two(norm: str) -> None:
+    net = a_net().eval().double()
+    batch = a_batch(net, 6, threat=ThreatModel(norm=norm, eps=0.3))  # type: ignore[arg-type]
+    for one in (PGD(steps=2, keep="last"), PGD(steps=2, start="gaussian", keep="last")):
+
+        def attack(rows: torch.Tensor, attack: PGD = one) -> torch.Tensor:
+            return attack(
+                net, batch.x[rows], batch.y[rows], batch.threat, index=batch.index[rows], key=batch.key
+            )
+
+        whole = attack(torch.arange(6))
+        for rank in (0, 1):
+            rows = torch.arange(rank, 6, 2)
+            torch.testing.assert_close(attack(rows), whole[rows], rtol=0, atol=1e-12)
+    augmented = CropFlip(pad=1)(batch.x, batch.index, Key(1))
+    assert torch.equal(CropFlip(pad=1)(batch.x[1::2], batch.index[1::2], Key(1)), augmented[1::2])
+
+
+def ended(running: list[Running], codes: set[int]) -> None:
+    found = [one.end() for one in running]
+    assert set(found) <= codes, f"{found}: {running[0].error}\n{running[1].error}"
+    assert not any("Traceback" in one.error for one in running)
+
+
+def test_two_processes_train_to_what_one_does(tmp_path: Path) -> None:
+    """Without batch norm and dropout the gradient of a batch is the mean of its halves'."""
+    options = (*COMMON, "model={name: mlp, width: 16}", "data={name: digits, augment: {name: crop, pad: 1}}")
+    both = two_processes(tmp_path, "train", "digits-pgd-at", *options, "compute.devices=2", "--out", "two")
+    source, _ = config.read("digits-pgd-at", options)
+    run.train(source, tmp_path / "one", console=Console(quiet=True))
+    ended(both, {0})
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+    for left, right in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two")):
+        assert right["step"] == left["step"]
+        assert right["loss"] == pytest.approx(left["loss"], rel=1e-3)
+        for name in ("train_accuracy", "validation_clean", "validation_robust"):
+            assert right[name] == pytest.approx(left[name], abs=0.021), name
+    assert both[1].output == "", "one process speaks for both"
+    assert "report:" in both[0].output
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    ended(two_processes(folder, *TRAIN), {0})
+    state = newest(folder / "run")
+    assert len(state["rng"]) == 2
+    assert not torch.equal(state["rng"][0], state["rng"][1]), "each process has its own dropout"
+    return folder / "run"
+
+
+def started(folder: Path, *arguments: str, steps: int) -> list[Running]:
+    """Two processes that have just passed the given step."""
+    both = two_processes(folder, *arguments)
+    wait_for(lambda: any(int(path.name[5:]) >= steps for path in checkpoints(folder / "run")), both)
+    return both
+
+
+def same_result(a: Path, b: Path) -> None:
+    same_run(a, b)
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_either_process_stops_both(tmp_path: Path, unbroken: Path, rank: int) -> None:
+    both = started(tmp_path, *TRAIN, steps=3)
+    both[rank].signal(signal.SIGTERM)
+    ended(both, {143})
+    assert "steelman resume run" in both[0].error
+    ended(two_processes(tmp_path, "resume", "run"), {0})
+    same_result(unbroken, tmp_path / "run")
+
+
+def test_killed_and_resumed_with_a_damaged_checkpoint(tmp_path: Path, unbroken: Path) -> None:
+    both = started(tmp_path, *TRAIN, steps=12)
+    for one in both:
+        one.signal(signal.SIGKILL)
+    ended(both, {137})
+    path = checkpoints(tmp_path / "run")[0] / "tensors.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    again = two_processes(tmp_path, "resume", "run")
+    ended(again, {0})
+    assert "going on from the one before" in again[0].output
+    same_result(unbroken, tmp_path / "run")
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    """The state of each process's generator is its own."""
+    both = started(tmp_path, *TRAIN, steps=2)
+    both[0].signal(signal.SIGTERM)
+    ended(both, {143})
+    text = (tmp_path / "run" / "recipe.yaml").read_text()
+    (tmp_path / "run" / "recipe.yaml").write_text(text.replace("devices: 2", "devices: 1"))
+    with pytest.raises(config.UserError, match="another recipe"):
+        run.resume(tmp_path / "run", Console(quiet=True))
+
+
+@pytest.mark.timeout(280)
+def test_the_command_line_starts_both_itself(tmp_path: Path) -> None:
+    """``compute.devices=2`` is all that a user says."""
+    script = Path(sys.executable).with_name("steelman")
+    options = ("training.epochs=1", *COMMON[1:], "compute.devices=2", "--out", "run")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    begun = time.monotonic()
+    found = subprocess.run(
+        [script, "train", "digits-pgd-at", *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
+    )
+    assert found.returncode == 0, f"after {time.monotonic() - begun:.0f} s: {found.stderr}"
+    assert "Traceback" not in found.stderr
+    assert (tmp_path / "run" / "run.json").is_file()
+    (epoch,) = metrics(tmp_path / "run")
+    assert 0.1 < epoch["train_accuracy"] <= 1
+    assert 0 <= epoch["validation_robust"] <= epoch["validation_clean"] <= 1
+    assert checkpoint_path(tmp_path / "run", epoch["step"]).is_dir()
