@@ -63,21 +63,19 @@ class TestStep:
     @pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, float("inf")])
     def test_steepest_not_normalised(self, monkeypatch: pytest.MonkeyPatch, p: float) -> None:
         check = partial(check_unit_step, p, 3 * randn(4, 6))
-        green_then_red(check, lambda: monkeypatch.setattr(threat_module, "steepest", lambda u, p, count=1: u))
+        green_then_red(check, lambda: monkeypatch.setattr(threat_module, "steepest", lambda u, p: u))
 
     @pytest.mark.parametrize("norm", ["linf", "l2"])
     def test_steepest_of_another_norm(self, monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
         right = threat_module.steepest
 
-        def wrong(u: Tensor, p: float, count: int = 1) -> Tensor:
-            return right(u, 2.0 if p != 2 else float("inf"), count)
+        def wrong(u: Tensor, p: float) -> Tensor:
+            return right(u, 2.0 if p != 2 else float("inf"))
 
         green_then_red(linear("fgsm", norm), lambda: monkeypatch.setattr(threat_module, "steepest", wrong))
 
     def test_l1_step_that_does_not_know_the_box(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def blind(
-            self: ThreatModel, gradient: Tensor, x_adv: Tensor, share: float = 0.0, length: float = 1.0
-        ) -> Tensor:
+        def blind(self: ThreatModel, gradient: Tensor, x_adv: Tensor, length: float = 1.0) -> Tensor:
             return length * threat_module.steepest(gradient, 1.0)
 
         check = partial(check_linear_in_box, "pgd", "l1", **EXACT_ATTACKS_IN_BOX["pgd"])

@@ -29,13 +29,11 @@ def norms(delta: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(flat, ord=p, dim=1)  # type: ignore[no-any-return]
 
 
-def steepest(u: Tensor, p: float, count: int = 1) -> Tensor:
+def steepest(u: Tensor, p: float) -> Tensor:
     """U_p(u) = argmax over ||v||_p <= 1 of u.v, for each sample; u.U_p(u) is the dual norm ||u||_q.
 
     U_inf(u) = sign(u), U_2(u) = u / ||u||_2, U_1(u) = the sign of u at its largest coordinate, and in between
     U_p(u)_i = sign(u_i) |u_i|^(q-1) / ||u||_q^(q-1) with 1/p + 1/q = 1. A zero gradient gives a zero direction.
-
-    `count` (p = 1 only) spreads the unit over that many of the largest coordinates instead of one.
 
     Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding", Eq. (7) and Lemma 1.
 
@@ -52,9 +50,8 @@ def steepest(u: Tensor, p: float, count: int = 1) -> Tensor:
     size = flat.abs()
     largest = size.amax(dim=1, keepdim=True)
     if p == 1:
-        top = size.topk(min(count, flat.shape[1]), dim=1).indices
-        chosen = torch.zeros_like(flat).scatter(1, top, 1.0) * flat.sign()
-        return (chosen / chosen.abs().sum(dim=1, keepdim=True).clamp_min(1.0)).reshape(u.shape)
+        top = size.argmax(dim=1, keepdim=True)
+        return (torch.zeros_like(flat).scatter(1, top, 1.0) * flat.sign()).reshape(u.shape)
     # Dividing by the largest coordinate first keeps tiny gradients from underflowing in the powers.
     scaled = size / torch.where(largest > 0, largest, torch.ones_like(largest))
     q = p / (p - 1)
@@ -163,18 +160,16 @@ class ThreatModel:
         drawn = x + (self.eps * radius * unit).to(x.dtype).reshape(x.shape)
         return self.project(drawn, x) if box else drawn
 
-    def steepest(self, gradient: Tensor, x_adv: Tensor, share: float = 0.0, length: float = 1.0) -> Tensor:
+    def steepest(self, gradient: Tensor, x_adv: Tensor, length: float = 1.0) -> Tensor:
         """The step of this length along which the loss grows fastest; in l1, among those that stay in the box.
 
         Only l1 needs that clause: its step moves few pixels, and one at its bound would swallow it. So the length is
         spent on the pixels in order of their gradient, each taking what its bound allows, until nothing is left.
-        `share` caps what one pixel takes, which spreads an l1 step over that share of the pixels (at least one).
         """
         if self.norm != "l1":
             return length * steepest(gradient, self.p)
         flat = gradient.flatten(1)
-        count = max(1, round(share * flat.shape[1]))
-        room = torch.where(gradient > 0, self.high - x_adv, x_adv - self.low).flatten(1).clamp(0, length / count)
+        room = torch.where(gradient > 0, self.high - x_adv, x_adv - self.low).flatten(1).clamp(0, length)
         order = flat.abs().argsort(dim=1, descending=True, stable=True)
         take = room.where(flat != 0, torch.zeros_like(room)).gather(1, order)
         take = torch.minimum(take, (length - (take.cumsum(dim=1) - take)).clamp_min(0))

@@ -20,11 +20,9 @@ from steelman.threat import ThreatModel
 GAUSSIAN_START = 1e-3
 
 
-def ascend(
-    x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float, share: float = 0.0
-) -> Tensor:
+def ascend(x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float) -> Tensor:
     """x' <- project(x' + step_size * U_p(gradient)): the one gradient step of the repository."""
-    return threat.project(x_adv + threat.steepest(gradient, x_adv, share, step_size), x)
+    return threat.project(x_adv + threat.steepest(gradient, x_adv, step_size), x)
 
 
 @settings

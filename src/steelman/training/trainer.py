@@ -289,7 +289,7 @@ class Trainer:
         if saved_by != self.fabric.world_size:
             raise UserError(f"the run was saved by {saved_by} processes, and {self.fabric.world_size} would resume it")
         self.carry = {name: value[rank].to(self.fabric.device) for name, value in state["carry"].items()}
-        torch.set_rng_state(state["rng"][rank])
+        torch.set_rng_state(state["rng"][rank].clone())  # torch reads a view from the wrong place, and crashes
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
