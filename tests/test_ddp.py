@@ -124,7 +124,7 @@ def test_killed_and_resumed_with_a_damaged_checkpoint(tmp_path: Path, unbroken: 
     path.write_bytes(path.read_bytes()[:-1])
     again = two_processes(tmp_path, "resume", "run")
     ended(again, {0})
-    assert "going on from the one before" in again[0].output
+    assert "going on from the one before" in " ".join(again[0].output.split())
     same_result(unbroken, tmp_path / "run")
 
 
@@ -137,6 +137,15 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "recipe.yaml").write_text(text.replace("devices: 2", "devices: 1"))
     with pytest.raises(config.UserError, match="another recipe"):
         run.resume(tmp_path / "run", Console(quiet=True))
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_both_with_a_sentence(tmp_path: Path) -> None:
+    source, _ = config.read("digits-pgd-at", NOISY)
+    run.prepare(tmp_path / "run", source)
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    both = two_processes(tmp_path, "resume", "run")
+    ended(both, {2})
+    assert "could not save a checkpoint in run" in both[0].error
 
 
 @pytest.mark.timeout(280)

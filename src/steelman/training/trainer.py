@@ -252,17 +252,19 @@ class Trainer:
             "cuda": self._gathered(torch.cuda.get_rng_state()) if on_cuda else None,
             "precision": self.fabric.strategy.precision.state_dict(),
         }
+        failure = ""
         if self.fabric.is_global_zero:
             try:
                 save_checkpoint(checkpoint_path(self.folder, self.progress.step), state)
                 ends = {epoch["step"] for epoch in self.progress.history[-1:]}
                 prune(self.folder, ends | {self.progress.best_step or 0})
             except OSError as error:
-                raise UserError(
-                    f"could not save a checkpoint in {self.folder}: {error.strerror or error}. Checkpoints saved "
-                    f"before are untouched; mend the cause, then go on with: steelman resume {self.folder}"
-                ) from None
-        self.fabric.barrier()
+                failure = error.strerror or str(error)
+        if self._agree(bool(failure)):  # all wait here for the first process, and stop with it
+            raise UserError(
+                f"could not save a checkpoint in {self.folder}: {failure or 'the first process failed'}. Checkpoints "
+                f"saved before are untouched; mend the cause, then go on with: steelman resume {self.folder}"
+            )
 
     def restore(self) -> None:
         """Take up the newest sound checkpoint; a run that ended before its first one starts again."""
@@ -335,9 +337,10 @@ class Trainer:
         """The tensor of every process, stacked."""
         if self.fabric.world_size == 1:
             return value[None]
-        every = self.fabric.all_gather(value.to(self.fabric.device))
-        assert isinstance(every, Tensor)
-        return every.cpu()
+        value = value.detach().to(self.fabric.device).contiguous()
+        every = [torch.empty_like(value) for _ in range(self.fabric.world_size)]
+        torch.distributed.all_gather(every, value)
+        return torch.stack(every).cpu()
 
     def _share_buffers(self) -> None:
         """Give all processes the first one's batch-norm statistics: they attack, average and validate one model."""
