@@ -21,7 +21,15 @@ from steelman.training.checkpoint import checkpoint_path, checkpoints, load_chec
 from tests.training_helpers import a_trainer, interrupted_at, newest, said, same, same_run
 
 STATE: dict[str, Any] = {
-    "numbers": {"int": 3, "float": 0.1 + 0.2, "tiny": 5e-324, "inf": float("inf"), "big": 2**62, "none": None, "yes": True},
+    "numbers": {
+        "int": 3,
+        "float": 0.1 + 0.2,
+        "tiny": 5e-324,
+        "inf": float("inf"),
+        "big": 2**62,
+        "none": None,
+        "yes": True,
+    },
     "keys": {0: "int", "0": "text"},
     "list": [1, [2.5, "three"], {"four": torch.tensor([4])}],
     "empty": {"dict": {}, "list": [], "tensor": torch.empty(0, 3)},
@@ -109,6 +117,11 @@ def empty_state(folder: Path) -> None:
     (folder / "state.json").write_text("")
 
 
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 def swapped(folder: Path) -> None:
     """The tensors of another step."""
     shutil.copy(checkpoints(folder.parent.parent)[1] / "tensors.safetensors", folder)
@@ -125,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bad json": (bad_json, "damaged|incomplete"),
     "not text": (not_text, "incomplete"),
     "empty state": (empty_state, "incomplete"),
-    "nothing": (lambda folder: [path.unlink() for path in folder.iterdir()], "incomplete"),
+    "nothing": (emptied, "incomplete"),
 }
 
 
@@ -171,7 +184,7 @@ def test_with_all_damaged_nothing_is_trained_over(stopped: Path, tmp_path: Path)
     for path in checkpoints(folder):
         truncate(path)
     for _ in range(2):  # and no second try starts silently from the beginning
-        with pytest.raises(UserError, match="no sound checkpoint is left|has no checkpoint"):
+        with pytest.raises(UserError, match=r"no sound checkpoint is left|has no checkpoint"):
             a_trainer(folder).fit(resume=True)
     assert len(list((folder / "checkpoints").glob("damaged-*"))) == 2
 
@@ -185,6 +198,25 @@ def test_damaged_twice_at_the_same_step(stopped: Path, tmp_path: Path, whole: Pa
         with interrupted_at({8}, trainer), pytest.raises(TrainingInterruptedError):
             trainer.fit(resume=True)
         assert load_checkpoint(checkpoint_path(folder, 9))["progress"]["step"] == 9
+    a_trainer(folder).fit(resume=True)
+    same_run(whole, folder)
+
+
+def test_an_error_that_may_pass_condemns_no_checkpoint(
+    stopped: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a network disk that is away for a moment, missing rights."""
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+
+    def busy(*_: object, **__: object) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", busy)
+        with pytest.raises(OSError, match="Too many open files"):
+            a_trainer(folder).fit(resume=True)
+    assert len(checkpoints(folder)) == 2
     a_trainer(folder).fit(resume=True)
     same_run(whole, folder)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from steelman import config, run
 from steelman.attacks import PGD
 from steelman.data import CropFlip
+from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 from steelman.training.checkpoint import checkpoint_path, checkpoints
@@ -46,9 +47,7 @@ def test_a_sample_gets_the_same_noise_in_one_process_and_in_two(norm: str) -> No
     for one in (PGD(steps=2, keep="last"), PGD(steps=2, start="gaussian", keep="last")):
 
         def attack(rows: torch.Tensor, attack: PGD = one) -> torch.Tensor:
-            return attack(
-                net, batch.x[rows], batch.y[rows], batch.threat, index=batch.index[rows], key=batch.key
-            )
+            return attack(net, batch.x[rows], batch.y[rows], batch.threat, index=batch.index[rows], key=batch.key)
 
         whole = attack(torch.arange(6))
         for rank in (0, 1):
@@ -128,6 +127,13 @@ def test_killed_and_resumed_with_a_damaged_checkpoint(tmp_path: Path, unbroken: 
     same_result(unbroken, tmp_path / "run")
 
 
+def test_fewer_validation_images_than_processes(tmp_path: Path) -> None:
+    """One process has none to score, and its model need not be able to take none."""
+    ended(two_processes(tmp_path, *TRAIN, "training.epochs=1", "validation.samples=1"), {0})
+    (epoch,) = metrics(tmp_path / "run")
+    assert epoch["validation_clean"] in (0, 1)
+
+
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     """The state of each process's generator is its own."""
     both = started(tmp_path, *TRAIN, steps=2)
@@ -135,7 +141,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     ended(both, {143})
     text = (tmp_path / "run" / "recipe.yaml").read_text()
     (tmp_path / "run" / "recipe.yaml").write_text(text.replace("devices: 2", "devices: 1"))
-    with pytest.raises(config.UserError, match="another recipe"):
+    with pytest.raises(UserError, match="another recipe"):
         run.resume(tmp_path / "run", Console(quiet=True))
 
 

@@ -101,8 +101,14 @@ def test_the_scripted_attack_does_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("on_collapse", "select", "kept", "trained"),
-    [("rollback", "best", 3, 4), ("rollback", "last", 3, 4), ("stop", "best", 3, 4), ("stop", "last", 4, 4)]
-    + [("ignore", "best", 3, 6), ("ignore", "last", 6, 6)],
+    [
+        ("rollback", "best", 3, 4),
+        ("rollback", "last", 3, 4),
+        ("stop", "best", 3, 4),
+        ("stop", "last", 4, 4),
+        ("ignore", "best", 3, 6),
+        ("ignore", "last", 6, 6),
+    ],
 )
 def test_a_provoked_collapse(tmp_path: Path, on_collapse: Any, select: str, kept: int, trained: int) -> None:
     trainer = plain_trainer(
@@ -185,7 +191,7 @@ def test_a_loss_that_is_not_finite_does_not_reach_the_weights(tmp_path: Path) ->
 def test_a_loss_that_is_not_finite_in_the_first_epoch_has_nothing_to_keep(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path)
     failing(trainer, 2, "nan")
-    with pytest.raises(UserError, match="the loss became nan in epoch 1, batch 3 of 6.*no epoch had finished"):
+    with pytest.raises(UserError, match=r"the loss became nan in epoch 1, batch 3 of 6.*no epoch had finished"):
         trainer.fit()
 
 
@@ -222,8 +228,14 @@ def test_a_diverged_run_ends_with_a_report_of_the_good_epoch(tmp_path: Path, mon
     """From the recipe on: an exploding learning rate after a sane first epoch."""
     source, _ = config.read(
         "digits-standard",
-        ["training.optimizer=sgd", "training.lr={name: piecewise, points: [[0, 0.2], [0.5, 0.2], [0.51, 1e30], [1, 1e30]]}"]
-        + ["training.epochs=2", "evaluation.samples=50", "evaluation.attacks={fgsm: fgsm}", "compute.accelerator=cpu"],
+        [
+            "training.optimizer=sgd",
+            "training.lr={name: piecewise, points: [[0, 0.2], [0.5, 0.2], [0.51, 1e30], [1, 1e30]]}",
+            "training.epochs=2",
+            "evaluation.samples=50",
+            "evaluation.attacks={fgsm: fgsm}",
+            "compute.accelerator=cpu",
+        ],
     )
     console = Console(width=300, record=True, quiet=False, file=(tmp_path / "log").open("w"))
     found = run.train(source, tmp_path / "run", console=console)

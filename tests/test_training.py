@@ -17,6 +17,7 @@ from steelman.attacks import PGD
 from steelman.data import DATASETS, Dataset, NoAugment, Subset
 from steelman.data.source import ArraySource, batches
 from steelman.errors import UserError
+from steelman.evaluation import evaluate
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
@@ -25,7 +26,7 @@ from steelman.threat import ThreatModel
 from steelman.training import OPTIMIZERS, Compute, Trainer, Validation
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint
-from tests.training_helpers import a_net, a_trainer, metrics, newest, plain_trainer, some_data
+from tests.training_helpers import a_net, a_trainer, metrics, newest, plain_trainer, same, some_data
 
 SCHEDULES_TRIED: dict[str, Any] = {
     "number": 0.07,
@@ -79,7 +80,8 @@ def test_the_step_really_uses_that_rate(tmp_path: Path) -> None:
         net=a_net(dropout=0.0),
         training={"lr": schedule, "optimizer": OPTIMIZERS["sgd"](momentum=0.0), "epochs": 1},
     )
-    inner, checked, expected = trainer.objective, [], {}
+    inner, checked = trainer.objective, []
+    expected: dict[str, Tensor] = {}
 
     def objective(model: nn.Module, batch: Batch) -> Outcome:
         for name, parameter in trainer.net.named_parameters():
@@ -187,6 +189,19 @@ def test_validation_is_at_the_target_radius_in_full_precision_of_the_split(tmp_p
     assert seen == [(0.1, 17)] * 2
 
 
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_what_is_validated_is_what_would_be_kept(tmp_path: Path, ema: float | None) -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def attack(model: nn.Module, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return x
+
+    a_trainer(tmp_path, watch=Validation(size=24, samples=24, attack=attack), training={"ema": ema, "epochs": 1}).fit()
+    state = newest(tmp_path)
+    same(seen, [state["model"] if ema is None else state["average"]["values"]])
+
+
 def test_validation_scores_are_those_of_the_kept_weights(tmp_path: Path) -> None:
     """Recomputed from the average, for the images that are right both before and after the attack."""
     trainer = a_trainer(tmp_path)
@@ -275,7 +290,7 @@ class Trap:
 def test_the_test_set_is_not_read_before_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, test = Trap(some_data(60)), Trap(some_data(20, seed=2), closed=True)
     monkeypatch.setitem(DATASETS, "trap", lambda: Dataset("trap", train, test))
-    evaluate, opened = run.evaluate, []
+    opened = []
 
     def open_and_evaluate(*args: Any, **options: Any) -> Any:
         test.closed = False
@@ -366,7 +381,12 @@ def test_the_run_averages_after_every_step_and_keeps_the_average(tmp_path: Path)
 def conv_net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 3)
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(24, 3),
     )
 
 
@@ -379,7 +399,7 @@ def test_bf16_trains_and_stays_finite(tmp_path: Path) -> None:
         objective=PGDAT(attack=PGD(steps=2, keep="last")),
         training={"epochs": 5},
     )
-    handle = trainer.net[0].register_forward_hook(lambda *given: seen.append(given[2].dtype))  # type: ignore[index,union-attr]
+    handle = trainer.net[0].register_forward_hook(lambda *given: seen.append(given[2].dtype))  # type: ignore[index]
     trained = trainer.fit()
     handle.remove()
     assert {torch.bfloat16, torch.float32} == set(seen), "half in training, full in validation"
@@ -399,7 +419,7 @@ def test_channels_last_trains_to_the_same_weights(tmp_path: Path) -> None:
             compute=Compute(accelerator="cpu", channels_last=channels_last),
         )
         states.append(trainer.fit().state)
-    layout = trainer.net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index,union-attr,operator]
+    layout = trainer.net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
     assert layout
     for name, value in states[0].items():
         torch.testing.assert_close(value, states[1][name], rtol=1e-3, atol=1e-4)
@@ -433,9 +453,20 @@ def test_compiled_training_matches_plain(tmp_path: Path, monkeypatch: pytest.Mon
         torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-5)
 
 
+def test_a_machine_that_cannot_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it without a C++ compiler; other errors are not dressed up."""
+    source, _ = config.read("digits-standard", ["compute.accelerator=cpu", "compute.compile=true"])
+    kinds = [type(name, (RuntimeError,), {"__module__": name}) for name in ("torch._inductor.exc", "elsewhere")]
+    for kind in kinds:
+        error = kind("no working C++ compiler\nSet TORCHDYNAMO_VERBOSE=1")
+        monkeypatch.setattr(Trainer, "fit", lambda *_, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(UserError if kind is kinds[0] else kind, match="no working C"):
+            run.train(source, tmp_path / kind.__name__, console=Console(quiet=True))
+
+
 def test_a_machine_without_the_hardware_is_told() -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="compute: .*cuda|CUDA"):
+        with pytest.raises(UserError, match=r"compute: .*(cuda|CUDA)"):
             run.make_fabric(Compute(accelerator="cuda"))
 
 
@@ -476,13 +507,27 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     assert int(right.sum()) == found.score("clean").correct
 
 
+def test_a_recipe_made_in_python_is_kept_so_that_it_can_be_read_again(tmp_path: Path) -> None:
+    source, _ = config.read("digits-pgd-at", ["published={when: 2018-06-19}"])
+    source["model"] = {"name": "mlp", "weights": tmp_path / "w.safetensors", "mean": (0.5,)}
+    run.prepare(tmp_path / "run", source)
+    kept, _ = config.read(str(tmp_path / "run" / "recipe.yaml"))
+    assert config.parse(kept) == config.parse(source)
+    assert config.fingerprint(kept) == config.fingerprint(source)
+    source["objective"] = PGDAT()
+    with pytest.raises(UserError, match=r"made of numbers, text, lists and mappings.*got PGDAT"):
+        run.prepare(tmp_path / "other", source)
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_seed_decides_the_initial_weights(tmp_path: Path) -> None:
     def first(seed: int) -> Tensor:
         source, _ = config.read("digits-pgd-at-he", [f"training.seed={seed}"])
         before = torch.get_rng_state()
         net = run.build_model(config.parse(source), (1, 8, 8), 10)
         assert torch.equal(torch.get_rng_state(), before), "building a model leaves the global generator alone"
-        return net.state_dict()["head.weight"]
+        weight: Tensor = net.state_dict()["head.weight"]
+        return weight
 
     assert torch.equal(first(0), first(0))
     assert not torch.equal(first(0), first(1))

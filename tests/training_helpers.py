@@ -45,11 +45,11 @@ class Backbone(nn.Module):
     def __init__(self, features: int = 12, dropout: float = 0.3, pixels: int = 16) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(pixels, features), nn.BatchNorm1d(features), nn.ReLU(), nn.Dropout(dropout)
+            nn.Linear(pixels, features), nn.BatchNorm1d(features), nn.ReLU(), nn.Dropout(dropout)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
+        out: Tensor = self.layers(x.reshape(len(x), -1))  # which cannot be made of no images
         return out
 
 

@@ -87,7 +87,10 @@ def train(
 
 @app.command()
 def resume(folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")]) -> None:
-    """Go on with an interrupted run. It ends with the same weights, to the bit, as if it had never stopped."""
+    """Go on with an interrupted run. It ends with the same weights, to the bit, as if it had never stopped.
+
+    Example: steelman resume runs/mine
+    """
     from steelman import run
 
     run.resume(folder, console)
@@ -145,7 +148,10 @@ def evaluate(
 
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
-    """List what recipes and commands can name, with the options each takes."""
+    """List what recipes and commands can name, with the options each takes.
+
+    Example: steelman list attacks
+    """
     from steelman import config
     from steelman.attacks import ATTACKS
     from steelman.data import DATASETS
@@ -212,7 +218,10 @@ def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> N
 
 @data_app.command("list")
 def data_list() -> None:
-    """Which datasets are known, and which are on this machine."""
+    """Which datasets are known, and which are on this machine.
+
+    Example: steelman data list
+    """
     from steelman.data import available
 
     _print_table(("dataset", "status"), list(available().items()))
@@ -228,7 +237,10 @@ def data_get(
         Path | None, typer.Option(help="Where datasets are kept; by default STEELMAN_DATA or a cache.")
     ] = None,
 ) -> None:
-    """Fetch a dataset, check it, and store it for later runs. An interrupted download goes on where it stopped."""
+    """Fetch a dataset, check it, and store it for later runs. An interrupted download goes on where it stopped.
+
+    Example: steelman data get mnist
+    """
     from steelman.data import get
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -245,7 +257,10 @@ def data_get(
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("runs/demo")) -> None:
-    """Train standard, PGD-AT and PGD-AT with a hypersphere head on embedded digits, attack all three, and explain."""
+    """Train standard, PGD-AT and PGD-AT with a hypersphere head on embedded digits, attack all three, and explain.
+
+    Example: steelman demo --out runs/demo
+    """
     from steelman.demo import run_demo
 
     run_demo(out, console)

@@ -18,6 +18,7 @@ from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
 from steelman.evaluation import DEFAULT_ATTACKS
+from steelman.evaluation.harness import RESERVED
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective
@@ -119,6 +120,8 @@ def _attacks(value: object) -> object:
         return value
     built = {}
     for label, spec in value.items():
+        if label in RESERVED:
+            raise SettingsError([((str(label),), "is the name of another score; expected another label")])
         try:
             built[str(label)] = named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
         except SettingsError as error:
@@ -177,7 +180,7 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     eps, devices = recipe.threat.eps, recipe.compute.devices
     if not eps > 0:
         raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {eps}")
-    if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps:
+    if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps * (1 + 1e-9):
         raise UserError(f"{origin}:\n  training.eps: expected to end at or below threat.eps, {eps:g}, got {last:g}")
     if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -78,8 +79,16 @@ def _is_first_process() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
 
 
+def _plain(value: object) -> str:
+    """Paths and dates as text; an object given in Python could not be read back by a resume."""
+    if isinstance(value, (os.PathLike, datetime.date)):
+        return str(value)
+    raise UserError(f"a recipe is made of numbers, text, lists and mappings, so that it can be kept; got {value!r}")
+
+
 def prepare(folder: Path, source: Mapping[str, Any]) -> None:
     """Make the run's folder with its recipe; a folder that holds something else is never overwritten."""
+    text = yaml.safe_dump(json.loads(json.dumps(source, default=_plain)), sort_keys=False)
     if (folder / "recipe.yaml").exists():
         done = (folder / "run.json").exists()
         hint = "choose another --out, or delete it" if done else f"go on with: steelman resume {folder}"
@@ -88,7 +97,7 @@ def prepare(folder: Path, source: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty; choose another --out")
-        write_atomic(folder / "recipe.yaml", yaml.safe_dump(dict(source), sort_keys=False).encode())
+        write_atomic(folder / "recipe.yaml", text.encode())
         write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write the run to {folder}: {error.strerror or error}") from None
@@ -139,7 +148,13 @@ def train(
         fingerprint=fingerprint(source),
     )
     started = time.monotonic()
-    trained = trainer.fit(resume)
+    try:
+        trained = trainer.fit(resume)
+    except RuntimeError as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"compute.compile: torch.compile failed ({reason}); train without it") from None
     if not fabric.is_global_zero:
         return None
     if trained.stopped:

@@ -29,6 +29,7 @@ DEFAULT_ATTACKS: dict[str, Attack] = {
     "PGD-20": PGD(steps=20),
     "PGD-20 margin": PGD(steps=20, loss="margin"),
 }
+RESERVED = {"clean", "worst case"}  # the scores that are no attack's
 CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 CURVE_ATTACK = PGD(steps=20)
 CURVE_SAMPLES = 500
@@ -76,7 +77,7 @@ def evaluate(
     attacks = dict(DEFAULT_ATTACKS if attacks is None else attacks)
     if not attacks:
         raise UserError("expected at least one attack, got none")
-    if reserved := attacks.keys() & {"clean", "worst case"}:
+    if reserved := attacks.keys() & RESERVED:
         raise UserError(f"an attack cannot be called {min(reserved)!r}: that is the name of another score")
     if samples is not None and samples < 1:
         raise UserError(f"samples: expected at least 1, got {samples}")

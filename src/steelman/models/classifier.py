@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def build_classifier(
 def imported(path: str, **options: Any) -> nn.Module:
     """The model that ``package.module:factory`` makes. Importing runs that module's code, as any import does."""
     module_name, _, attribute = path.partition(":")
+    if str(Path.cwd()) not in sys.path:  # a console script does not look in the folder it is run from
+        sys.path.append(str(Path.cwd()))
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -108,7 +111,8 @@ def load_state(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here: pickle, zip, EOF and runtime errors
-        raise UserError(f"{path} is not a plain state dict: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} is not a plain state dict: {reason}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -94,7 +94,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     try:
         text, seal = (folder / "state.json").read_text().rstrip("\n").rsplit("\n", 1)
         content = (folder / "tensors.safetensors").read_bytes()
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:  # other errors of the system may pass, and damn no checkpoint
         raise UserError(f"checkpoint {folder} is incomplete: {error}") from None
     if hashlib.sha256(text.encode()).hexdigest() != seal:
         raise UserError(f"checkpoint {folder} is damaged: state.json does not match its checksum")

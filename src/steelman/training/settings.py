@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from steelman.attacks import ATTACKS, PGD, Attack
+from steelman.errors import UserError
 from steelman.schedules import Scheduled, value_at
 from steelman.settings import Number, SettingsError, named, settings
 
@@ -30,6 +31,12 @@ class SGD:
     momentum: Decay = 0.9
     weight_decay: NonNegative = 0.0
     nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _something_to_look_ahead_with(self) -> SGD:
+        if self.nesterov and self.momentum == 0:
+            raise UserError("nesterov looks ahead along the momentum: expected one above 0, got 0")
+        return self
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(

@@ -224,7 +224,7 @@ class Trainer:
             net.load_state_dict(self.average.values)
         n = min(len(self.validation), self.watch.samples)
         rank, world, device = self.fabric.global_rank, self.fabric.world_size, self.fabric.device
-        shares = [index[index < n][rank::world] for index in batches(n, 500, None)]
+        shares = [share for index in batches(n, 500, None) if len(share := index[rank::world])]
         clean = robust = 0
         for x, y, index in stream(self.validation, shares, None, self.compute.workers):
             x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
@@ -243,7 +243,6 @@ class Trainer:
         state = {
             "fingerprint": self.fingerprint,
             "progress": {**dataclasses.asdict(self.progress), "loss_sum": loss_sum, "correct": correct, "count": count},
-            "used": getattr(self, "used", {}),
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "average": None if self.average is None else self.average.state(),
@@ -283,7 +282,6 @@ class Trainer:
         self.optimizer.optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
             self.average.restore(state["average"])
-        self.used = state["used"]
         self.progress = Progress(**state["progress"])
         if not self.fabric.is_global_zero:  # the sums of all processes went into the first one's
             self.progress.loss_sum, self.progress.correct, self.progress.count = 0.0, 0, 0

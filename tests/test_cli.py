@@ -1,0 +1,289 @@
+"""The command line: what it says, what it does, and that its examples work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from steelman import __version__, cli, config, run
+from steelman.attacks import ATTACKS
+from steelman.data import DATASETS
+from steelman.evaluation import Evaluation
+from steelman.heads import HEADS
+from steelman.losses import LOSSES
+from steelman.models import MODELS
+from steelman.objectives import OBJECTIVES
+from steelman.schedules import SCHEDULES
+
+Command = Callable[..., tuple[int, str, str]]
+TINY = (
+    "training.epochs=1",
+    "objective.attack.steps=1",
+    "validation.samples=20",
+    "evaluation.samples=20",
+    "evaluation.attacks={FGSM: fgsm}",
+    "compute.accelerator=cpu",
+)
+
+
+def my_model(hidden: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run ``steelman ...`` in an empty folder: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEELMAN_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["steelman", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    source, origin = config.read("digits-pgd-at", TINY)
+    run.train(source, folder, console=Console(quiet=True), origin=origin)
+    return folder
+
+
+COMMANDS = [("train",), ("resume",), ("evaluate",), ("list",), ("demo",), ("data",), ("data", "list"), ("data", "get")]
+
+
+@pytest.mark.parametrize("name", COMMANDS, ids=" ".join)
+def test_help_of_every_command(name: tuple[str, ...], command: Command) -> None:
+    code, out, err = command(*name, "--help")
+    assert code == 0
+    assert err == ""
+    text = re.sub(r"[^\w\s/=.:,'\[\]()-]", " ", out)
+    flat = " ".join(text.split())
+    assert f"steelman {' '.join(name)} [OPTIONS]" in flat
+    if name != ("data",):
+        assert f"Example: steelman {' '.join(name)}" in flat
+    assert len(out.splitlines()) < 60
+    assert not re.search(r"\[/?(bold|dim|red|green|yellow|cyan)\]", out), "markup is not shown as text"
+
+
+def test_help_shows_every_command_and_what_to_do_first(command: Command) -> None:
+    code, out, _ = command("--help")
+    assert code == 0
+    assert "steelman demo" in out
+    for name in ("train", "resume", "evaluate", "list", "data", "demo"):
+        assert re.search(rf"\b{name}\b", out), name
+
+
+def test_no_command_at_all_shows_help(command: Command) -> None:
+    code, out, err = command()
+    assert code in (0, 2)
+    assert "Usage" in out + err
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "list"])
+def test_the_example_in_the_help_is_right(name: str, command: Command, finished: Path) -> None:
+    """The words of the example, made small, do what the help says."""
+    _, out, _ = command(name, "--help")
+    flat = " ".join(re.sub(r"[\u2500-\u257f]", " ", out).split())
+    match = re.search(rf"Example: steelman ({name} .*?) (Arguments|Options|\*)", flat)
+    assert match, flat
+    words = shlex.split(match[1])
+    expected = Path()
+    if name == "train":
+        words += TINY
+        expected = Path("runs/mine/report.html")
+    if name == "evaluate":
+        assert words[1] == "runs/mine"
+        words[1] = str(finished)
+        words += ["--samples", "10", "--out", "out"]
+        expected = Path("out/report.html")
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert expected.exists()
+
+
+def test_version(command: Command) -> None:
+    assert command("--version")[:2] == (0, f"steelman {__version__}\n")
+
+
+LISTS: dict[str, Any] = {
+    "attacks": ATTACKS,
+    "objectives": OBJECTIVES,
+    "models": MODELS,
+    "heads": HEADS,
+    "datasets": DATASETS,
+    "schedules": SCHEDULES,
+    "losses": LOSSES,
+    "recipes": config.recipes(),
+}
+
+
+def test_every_kind_is_listed_in_these_tests() -> None:
+    assert {kind.value for kind in cli.Kind} == LISTS.keys()
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_hold_every_entry_with_a_sentence(kind: str, command: Command) -> None:
+    code, out, err = command("list", kind)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    for name in LISTS[kind]:
+        (line,) = (line for line in lines if re.match(rf"{re.escape(name)}(\s|$)", line))
+        assert len(line.split()) >= 3, f"{name} says what it is"
+
+
+def test_lists_show_options_with_their_defaults(command: Command) -> None:
+    _, out, _ = command("list", "attacks")
+    assert "steps=20" in out
+    _, out, _ = command("list", "heads")
+    assert "scale=15.0" in out
+    assert "num_classes" not in out
+
+
+def test_an_unknown_kind_is_answered_with_the_kinds(command: Command) -> None:
+    code, _, err = command("list", "atacks")
+    assert code == 2
+    assert "attacks" in err
+    assert "Traceback" not in err
+
+
+def test_data_list(command: Command) -> None:
+    code, out, _ = command("data", "list")
+    assert code == 0
+    for name in ("digits", "mnist", "cifar10"):
+        assert name in out
+
+
+def test_train_then_evaluate_then_resume(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("train", "digits-pgd-at", *TINY, "training.seed=3")
+    assert (code, err) == (0, "")
+    folder = Path("runs/digits-pgd-at")
+    assert f"report: {folder}/report.html" in out
+    assert re.search(r"epoch +1 +loss \d\.\d+ +train \d+\.\d% +validation clean \d+\.\d% +robust \d+\.\d%", out)
+    assert "worst case" in out
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert Evaluation.load(folder / "evaluation").seed == 3
+    report = (folder / "report.html").read_bytes()
+
+    code, out, err = command("evaluate", str(folder), "--samples", "30", "--attack", "pgd:steps=3,loss=margin")
+    assert (code, err) == (0, "")
+    first = folder / "evaluations" / "linf-0.15"
+    assert f"report: {first}/report.html" in out
+    found = Evaluation.load(first)
+    assert (found.total, found.eps, found.norm) == (30, 0.15, "linf")
+    assert [score.name for score in found.scores] == ["clean", "pgd:steps=3,loss=margin", "worst case"]
+    # Another one does not overwrite it, nor the run's own.
+    assert command("evaluate", str(folder), "--samples", "30", "--attack", "fgsm")[0] == 0
+    assert Evaluation.load(first).scores == found.scores
+    assert Evaluation.load(folder / "evaluations" / "linf-0.15-2").total == 30
+    assert (folder / "report.html").read_bytes() == report
+
+    code, _, err = command("resume", str(folder))
+    assert code == 2
+    assert err == f"error: {folder} is finished; its report is {folder}/report.html\n"
+
+
+def test_evaluate_at_another_radius_and_norm(command: Command, finished: Path, tmp_path: Path) -> None:
+    code, _, err = command(
+        "evaluate", str(finished), "--norm", "l2", "--eps", "1/2", "--samples", "10", "--attack", "fgsm", "--out", "o"
+    )
+    assert code == 0, err
+    found = Evaluation.load(tmp_path / "o")
+    assert (found.norm, found.eps) == ("l2", 0.5)
+    assert (tmp_path / "o" / "report.html").is_file()
+
+
+def test_evaluate_a_model_from_an_import_path_with_and_without_weights(command: Command, tmp_path: Path) -> None:
+    trained = my_model()
+    with torch.no_grad():
+        list(trained.parameters())[-1].copy_(torch.tensor([100.0] + [0.0] * 9))
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    torch.save(trained.state_dict(), tmp_path / "w.pt")
+    common = ("--data", "digits", "--eps", "0.1", "--attack", "fgsm", "--samples", "50")
+    for place, weights in enumerate(("w.safetensors", "w.pt")):
+        code, _, err = command(
+            "evaluate", "tests.test_cli:my_model", *common, "--weights", weights, "--out", f"with{place}"
+        )
+        assert code == 0, err
+    assert command("evaluate", "tests.test_cli:my_model", *common, "--out", "without")[0] == 0
+    labels = DATASETS["digits"]().test.labels[:50]
+    for folder in ("with0", "with1"):  # a bias of 100 for class 0: right for zeros, and unshakeable
+        found = Evaluation.load(tmp_path / folder)
+        assert found.score("clean").correct == found.score("worst case").correct == int((labels == 0).sum())
+    assert Evaluation.load(tmp_path / "without").score("worst case").correct < 50
+
+
+def test_evaluate_a_model_of_the_registry_with_a_runs_weights(command: Command, finished: Path, tmp_path: Path) -> None:
+    """Same weights, same attack, same seed: same score as the run itself."""
+    common = ("--attack", "pgd:steps=2", "--samples", "40", "--eps", "0.15")
+    weights = str(finished / "model.safetensors")
+    assert command("evaluate", str(finished), *common, "--out", "run")[0] == 0
+    code, _, err = command(
+        "evaluate", "digits-cnn", "--data", "digits", "--weights", weights, *common, "--out", "named"
+    )
+    assert code == 0, err
+    one, two = Evaluation.load(tmp_path / "run"), Evaluation.load(tmp_path / "named")
+    assert [score.correct for score in one.scores] == [score.correct for score in two.scores]
+    assert one.score("clean").correct > 4
+
+
+def test_weights_without_a_normalisation_of_their_own(command: Command, finished: Path, tmp_path: Path) -> None:
+    state = {
+        name: value for name, value in load_file(finished / "model.safetensors").items() if name not in ("mean", "std")
+    }
+    save_file(state, tmp_path / "w.safetensors")
+    code, _, err = command(
+        "evaluate", "digits-cnn", "--data", "digits", "--weights", "w.safetensors", "--eps", "0.1", "--samples", "10"
+    )
+    assert code == 0, err
+    assert Path("runs/evaluations/linf-0.1/report.html").is_file()
+
+
+def test_train_from_a_recipe_file_of_ones_own(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "name: my first run!\nmodel: 'tests.test_cli:my_model'\nthreat: {eps: 0.1}\nobjective: standard\n"
+        "training: {epochs: 1, lr: 0.05}\nvalidation: {size: 100, samples: 20}\ncompute: {accelerator: cpu}\n"
+        "evaluation: {samples: 10, attacks: {FGSM: fgsm}}\n"
+    )
+    code, _, err = command("train", "mine.yaml")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "runs" / "my-first-run-" / "report.html").is_file()
+    assert command("evaluate", "runs/my-first-run-", "--samples", "5", "--attack", "fgsm")[0] == 0
+
+
+@pytest.mark.timeout(240)
+def test_the_installed_script(tmp_path: Path) -> None:
+    """One run through the real entry point: a run of a model on PYTHONPATH, from a shell."""
+    script = Path(sys.executable).with_name("steelman")
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    words = ["train", "digits-pgd-at", "model=tests.test_cli:my_model", *TINY, "--out", "here/run"]
+    found = subprocess.run(
+        [script, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Traceback" not in found.stderr
+    assert "report: here/run/report.html" in found.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "nothing is written elsewhere"

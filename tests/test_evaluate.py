@@ -1,0 +1,544 @@
+"""Evaluation: exact where the answer is known, deaf to what attacks claim, and clear about what cannot be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta
+from torch import Tensor, nn
+
+from steelman.attacks import PGD
+from steelman.data.source import ArraySource
+from steelman.errors import UserError
+from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, evaluate, interval
+from steelman.evaluation.checks import predictions
+from steelman.evaluation.harness import CURVE_RATIOS, describe
+from steelman.heads import embed
+from steelman.threat import ThreatModel
+from tests.oracles import LinearClassifier
+from tests.training_helpers import SHAPE, a_net, some_data
+
+Adversary = Any
+
+
+def line(n: int = 40, seed: int = 0) -> tuple[LinearClassifier, Tensor, Tensor, np.ndarray]:
+    """A linear model of two classes, images far from 0 and 1, labels that are nine times in ten its own, and each
+    image's exact l-infinity distance to the boundary."""
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(2, 16, generator=g)
+    x = 0.5 + 0.05 * torch.randn(n, *SHAPE, generator=g)
+    across = (weight[1] - weight[0]).double()
+    bias = torch.tensor([float(weight[1].sum() - weight[0].sum()) / 2, 0.0])  # the boundary runs through the middle
+    model = LinearClassifier(weight, bias)
+    gap = (x.flatten(1).double() @ across - float(bias[0])).numpy()
+    y = torch.from_numpy((gap > 0).astype(np.int64))
+    y[::10] = 1 - y[::10]
+    return model, x, y, np.abs(gap) / float(across.abs().sum())
+
+
+class DoNothing:
+    """An attack that gives up."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, **_: Any) -> Tensor:
+        return x.clone()
+
+
+@dataclasses.dataclass
+class Returns:
+    """An attack that returns what a function says."""
+
+    function: Any
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, **_: Any) -> Tensor:
+        out: Tensor = self.function(x, y, threat)
+        return out
+
+
+def test_robust_accuracy_of_a_linear_model_is_the_exact_share() -> None:
+    model, x, y, distance = line()
+    right = (model(x).argmax(dim=1) == y).numpy()
+    order = np.sort(distance)
+    for k in (0, 5, 20, 35):
+        eps = float(order[k] + order[k + 1]) / 2
+        assert min(abs(distance - eps)) > 1e-6
+        found = evaluate(
+            model, (x, y), ThreatModel(eps=eps), {"fgsm": PGD(steps=1, start="zero"), "pgd": PGD(steps=20)}
+        )
+        standing = int((right & (distance > eps)).sum())
+        assert found.score("clean").correct == right.sum()
+        assert found.score("fgsm").correct == standing
+        assert found.score("pgd").correct == standing
+        assert found.score("worst case").correct == standing
+        assert found.total == 40
+
+
+def test_the_curve_is_exact_on_a_linear_model_and_falls() -> None:
+    model, x, y, distance = line(60)
+    right = (model(x).argmax(dim=1) == y).numpy()
+    eps = float(np.median(distance)) / 1.3
+    found = evaluate(model, (x, y), ThreatModel(eps=eps), {"fgsm": PGD(steps=1, start="zero")})
+    assert [point.eps for point in found.curve] == [0.0, *(eps * ratio for ratio in CURVE_RATIOS)]
+    expected = [int((right & (distance > point.eps)).sum()) for point in found.curve]
+    got = [point.correct for point in found.curve]
+    assert got == expected
+    assert got == sorted(got, reverse=True)
+    assert len(set(got)) > 4
+    assert {point.total for point in found.curve} == {60}
+
+
+def test_the_curve_never_rises_even_where_the_attack_is_weak_at_large_radii() -> None:
+    class Wavy(nn.Module):
+        """Right or wrong by a wave in the first pixel: steps of a large radius jump over what small ones find."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            wave = torch.sin(60 * x[:, 0, 0, 0])
+            return torch.stack((wave, -wave), dim=1)
+
+    x = torch.rand(50, *SHAPE)
+    y = Wavy()(x).argmax(dim=1)
+    found = evaluate(Wavy(), (x, y), ThreatModel(eps=0.02), {"pgd": PGD(steps=2)})
+    got = [point.correct for point in found.curve]
+    assert got == sorted(got, reverse=True)
+
+
+def test_an_attack_that_does_nothing_leaves_robust_at_clean() -> None:
+    model, x, y, _ = line()
+    found = evaluate(model, (x, y), ThreatModel(eps=0.1), {"nothing": DoNothing()}, curve=False)
+    assert found.score("nothing").correct == found.score("clean").correct == found.score("worst case").correct
+    assert 0 < found.score("clean").correct < 40
+    assert found.notes == ()
+    assert found.curve == ()
+
+
+CHEATS = {
+    "far away": lambda x, y, threat: x + 5 * threat.eps * (1 - 2 * y.float())[:, None, None, None],
+    "just outside": lambda x, y, threat: x + 1.0001 * threat.eps,
+    "below the box": lambda x, y, threat: x - threat.eps,
+    "NaN": lambda x, y, threat: torch.full_like(x, float("nan")),
+    "infinite": lambda x, y, threat: torch.full_like(x, float("inf")),
+    "NaN in one pixel": lambda x, y, threat: x.masked_fill(torch.arange(16).view(SHAPE) == 3, float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_points_outside_the_threat_model_are_not_believed_and_are_noted(name: str) -> None:
+    """The model flips for all of them, so that only the check of the point stands between the cheat and success."""
+
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = x
+
+        def forward(self, given: Tensor) -> Tensor:
+            same = (given[:, None] == self.known[None]).flatten(2).all(dim=2).any(dim=1).float()
+            return torch.stack((same, 1 - same), dim=1)
+
+    x = torch.rand(12, *SHAPE) * 0.02
+    if name in ("far away", "just outside"):
+        x = 0.5 + x
+    y = torch.zeros(12, dtype=torch.int64)
+    found = evaluate(
+        Fickle(), (x, y), ThreatModel(eps=0.1), {"cheat": Returns(CHEATS[name]), "honest": DoNothing()}, curve=False
+    )
+    assert found.score("cheat").correct == 12
+    assert found.score("worst case").correct == 12
+    assert found.notes == ("cheat: 12 points outside the threat model were not counted",)
+    threat = ThreatModel(eps=0.1)
+    for example in found.gallery:
+        assert threat.contains(example.adversarial[None], example.clean[None]).all(), "nor are they shown"
+        assert example.adversarial_prediction == 0
+
+
+def test_one_that_is_inside_is_believed_beside_others_that_are_not() -> None:
+    model, x, y, distance = line()
+    right = model(x).argmax(dim=1) == y
+    eps = float(np.sort(distance)[30])
+    across = (model.weight[1] - model.weight[0]).detach().sign().reshape(SHAPE)
+
+    def half(given: Tensor, labels: Tensor, threat: ThreatModel) -> Tensor:
+        towards = (1 - 2 * labels.float())[:, None, None, None] * across
+        size = torch.where(torch.arange(len(given)) % 2 == 0, threat.eps, 3 * threat.eps)
+        return given + size[:, None, None, None] * towards
+
+    found = evaluate(model, (x, y), ThreatModel(eps=eps), {"half": Returns(half)}, curve=False)
+    attacked = np.flatnonzero(right.numpy())
+    fallen = sum(1 for place, row in enumerate(attacked) if place % 2 == 0 and distance[row] < eps)
+    assert found.score("half").correct == len(attacked) - fallen
+    assert f"half: {len(attacked) // 2} points" in found.notes[0]
+
+
+def test_an_attack_that_loses_samples_is_refused() -> None:
+    model, x, y, _ = line()
+    with pytest.raises(UserError, match=r"short: expected points of shape"):
+        evaluate(model, (x, y), ThreatModel(eps=0.1), {"short": Returns(lambda x, y, t: x[:-1])}, curve=False)
+
+
+def test_worst_case_is_each_samples_worst_fate() -> None:
+    """Two attacks that each fell other samples, and both some."""
+    model, x, y, _ = line()
+    right = (model(x).argmax(dim=1) == y).nonzero()[:, 0].tolist()
+    threat = ThreatModel(norm="linf", eps=1.0)
+
+    def felling(rows: list[int]) -> Adversary:
+        def attack(given: Tensor, labels: Tensor, _: ThreatModel) -> Tensor:
+            out = given.clone()
+            for place in range(len(given)):
+                origin = next(row for row in range(len(x)) if torch.equal(x[row], given[place]))
+                if origin in rows:
+                    out[place] = next(x[row] for row in right if y[row] != labels[place])
+            return out
+
+        return Returns(attack)
+
+    first, second = right[:10], right[6:20]
+    found = evaluate(model, (x, y), threat, {"a": felling(first), "b": felling(second)}, curve=False, gallery=40)
+    assert found.score("a").correct == len(right) - 10
+    assert found.score("b").correct == len(right) - 14
+    assert found.score("worst case").correct == len(right) - 20
+    # The gallery shows the first attack that fooled the model, or else the last that was tried.
+    shown = {example.index: example.attack for example in found.gallery}
+    assert shown == {row: "a" if row in first else "b" for row in right}
+
+
+def test_intervals_are_exact_binomial_ones() -> None:
+    """Clopper-Pearson by the quantiles of the beta distribution."""
+    for correct, total in ((0, 10), (10, 10), (5, 10), (873, 1000), (1, 10000)):
+        low, high = interval(correct, total)
+        assert low == pytest.approx(beta.ppf(0.025, correct, total - correct + 1) if correct else 0.0, abs=1e-9)
+        assert high == pytest.approx(
+            beta.ppf(0.975, correct + 1, total - correct) if correct < total else 1.0, abs=1e-9
+        )
+    model, x, y, _ = line()
+    found = evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False)
+    for score in found.scores:
+        assert score.interval == interval(score.correct, 40)
+        assert score.accuracy == score.correct / 40
+
+
+def test_the_gallery_holds_the_first_images_that_were_right() -> None:
+    model, x, y, distance = line()
+    right = (model(x).argmax(dim=1) == y).nonzero()[:, 0].tolist()
+    eps = float(np.median(distance))
+    threat = ThreatModel(eps=eps)
+    found = evaluate(model, (x, y), threat, {"pgd": PGD(steps=10)}, batch_size=7, gallery=5, curve=False)
+    assert [example.index for example in found.gallery] == right[:5]
+    for example in found.gallery:
+        assert torch.equal(example.clean, x[example.index])
+        assert example.label == example.clean_prediction == int(y[example.index])
+        assert example.adversarial_prediction == int(model(example.adversarial[None]).argmax())
+        assert (example.adversarial_prediction != example.label) == (distance[example.index] < eps)
+        assert threat.contains(example.adversarial[None], example.clean[None]).all()
+        assert example.attack == "pgd"
+    assert evaluate(model, (x, y), threat, {"pgd": PGD(steps=1)}, gallery=0, curve=False).gallery == ()
+
+
+def test_every_number_carries_its_settings() -> None:
+    model, x, y, _ = line()
+    found = evaluate(
+        model, (x, y), ThreatModel(norm="l2", eps=0.25), {"mine": PGD(steps=3, loss="margin")}, seed=5, samples=30
+    )
+    assert (found.norm, found.eps, found.low, found.high, found.seed, found.total) == ("l2", 0.25, 0.0, 1.0, 5, 30)
+    assert found.score("mine").settings["steps"] == 3
+    assert found.score("mine").settings["loss"] == "margin"
+    assert found.score("mine").settings["attack"] == "PGD"
+    assert {"steelman", "torch", "numpy", "python", "platform"} <= found.versions.keys()
+    assert [score.name for score in found.scores] == ["clean", "mine", "worst case"]
+    assert found.classes == ("0", "1")
+    with pytest.raises(UserError, match="no score 'pgd' in this evaluation; it has: clean, mine, worst case"):
+        found.score("pgd")
+
+
+def test_samples_takes_the_first_and_no_more_than_there_are() -> None:
+    model, x, y, _ = line()
+    right = model(x).argmax(dim=1) == y
+    assert (
+        evaluate(model, (x, y), ThreatModel(eps=0.1), samples=7, curve=False).score("clean").correct == right[:7].sum()
+    )
+    assert evaluate(model, (x, y), ThreatModel(eps=0.1), samples=999, curve=False).total == 40
+
+
+class InDouble(nn.Module):
+    """Float32 images, float64 arithmetic: what is left of rounding is far below any margin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = a_net("linear", dropout=0.0).double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x.double())
+        return out
+
+
+def test_nothing_depends_on_the_size_of_batches() -> None:
+    source, model, threat = some_data(60), InDouble(), ThreatModel(eps=0.08)
+    attacks = {"pgd": PGD(steps=5, restarts=2), "margin": PGD(steps=5, loss="margin")}
+    first, *rest = (evaluate(model, source, threat, attacks, batch_size=size, gallery=60) for size in (60, 256, 17, 1))
+    assert 0 < first.score("worst case").correct < first.score("clean").correct
+    for other in rest:
+        assert [score.correct for score in other.scores] == [score.correct for score in first.scores]
+        assert other.curve == first.curve
+        for a, b in zip(first.gallery, other.gallery):
+            assert (a.index, a.attack, a.adversarial_prediction) == (b.index, b.attack, b.adversarial_prediction)
+            torch.testing.assert_close(a.adversarial, b.adversarial, rtol=0, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_answer_and_leaves_the_generator_alone() -> None:
+    source, model, threat = some_data(30), a_net("linear").train(), ThreatModel(eps=0.08)
+    state = torch.get_rng_state()
+    one = evaluate(model, source, threat, {"pgd": PGD(steps=1)}, seed=1, gallery=3, curve=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    two = evaluate(model, source, threat, {"pgd": PGD(steps=1)}, seed=1, gallery=3, curve=False)
+    other = evaluate(model, source, threat, {"pgd": PGD(steps=1)}, seed=2, gallery=3, curve=False)
+    assert all(torch.equal(a.adversarial, b.adversarial) for a, b in zip(one.gallery, two.gallery))
+    assert not all(torch.equal(a.adversarial, b.adversarial) for a, b in zip(one.gallery, other.gallery))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """In train mode, with gradients, batch-norm statistics and a frozen weight of its own."""
+    model = a_net("linear").train()
+    model.backbone.layers[3].eval()  # type: ignore[index,union-attr]
+    model(torch.rand(4, *SHAPE)).sum().backward()
+    model.head.weight.requires_grad_(False)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    wanted = [p.requires_grad for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    evaluate(model, some_data(20), ThreatModel(eps=0.1))
+    with pytest.raises(RuntimeError, match="broken"):
+        evaluate(model, some_data(20), ThreatModel(eps=0.1), {"broken": Returns(lambda *_: _broken())})
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for before, parameter in zip(gradients, model.parameters()):
+        assert (before is None) == (parameter.grad is None)
+        assert before is None or (parameter.grad is not None and torch.equal(parameter.grad, before))
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert [module.training for module in model.modules()] == modes
+
+
+def _broken() -> Tensor:
+    raise RuntimeError("broken")
+
+
+def test_the_model_is_judged_in_eval_mode() -> None:
+    """Dropout of everything in train mode: judged there, no image would be right but by chance."""
+    model = nn.Sequential(nn.Dropout(0.99), *line()[0:1]).train()
+    _, x, y, _ = line()
+    right = line()[0](x).argmax(dim=1) == y
+    assert evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False).score("clean").correct == int(right.sum())
+
+
+class Viewing(nn.Module):
+    """As many models are written: a view that cannot be made of no images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = line()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.view(x.size(0), -1))
+        return out
+
+
+def test_batches_in_which_no_image_is_right() -> None:
+    _, x, y, _ = line()
+    with pytest.raises(RuntimeError, match="reshape"):
+        Viewing()(x[:0])
+    wrong = 1 - Viewing()(x).argmax(dim=1)
+    found = evaluate(Viewing(), (x, wrong), ThreatModel(eps=0.1), batch_size=8)
+    assert [score.correct for score in found.scores] == [0] * 5
+    assert found.gallery == ()
+    # And of which none is left at a large radius.
+    found = evaluate(Viewing(), (x, y), ThreatModel(eps=0.3), batch_size=8)
+    assert found.curve[-1].correct == 0
+    assert predictions(Viewing(), x[:0], "clean").shape == (0,)
+
+
+# Records.
+
+
+def same_evaluation(a: Evaluation, b: Evaluation) -> None:
+    for field in dataclasses.fields(Evaluation):
+        if field.name != "gallery":
+            assert getattr(a, field.name) == getattr(b, field.name), field.name
+    assert len(a.gallery) == len(b.gallery)
+    for left, right in zip(a.gallery, b.gallery):
+        for name, value in vars(left).items():
+            other = getattr(right, name)
+            assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+
+
+@pytest.mark.parametrize("gallery", [3, 0])
+def test_save_and_load_round_trip(tmp_path: Path, gallery: int) -> None:
+    model, x, y, _ = line()
+    attacks: dict[str, Any] = {"pgd": PGD(steps=3, step_size=0.01), "cheat": Returns(CHEATS["NaN"])}
+    source = ArraySource(x, y, ["caf\u00e9", "<b>"])
+    found = evaluate(model, source, ThreatModel(eps=0.1), attacks, gallery=gallery, name="m", data_name="d")
+    found.save(tmp_path / "deep" / "folder")
+    same_evaluation(found, Evaluation.load(tmp_path / "deep" / "folder"))
+    json.loads((tmp_path / "deep" / "folder" / "evaluation.json").read_text())
+
+
+def test_settings_of_any_attack_can_be_written(tmp_path: Path) -> None:
+    """A user's own attack may have a function, a tensor or another attack among its settings."""
+    attack = Returns(CHEATS["NaN"])
+    assert json.dumps(describe(attack))
+    assert describe(DoNothing()) == {"attack": "DoNothing"}
+    assert describe(PGD(steps=3))["step_size"] is None
+
+
+def test_an_evaluation_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no evaluation in"):
+        Evaluation.load(tmp_path)
+    model, x, y, _ = line()
+    evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False).save(tmp_path)
+    content = (tmp_path / "evaluation.json").read_text()
+    (tmp_path / "evaluation.json").write_text(content[:-20])
+    with pytest.raises(UserError, match="is damaged"):
+        Evaluation.load(tmp_path)
+    (tmp_path / "evaluation.json").write_text(content)
+    (tmp_path / "gallery.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="is damaged"):
+        Evaluation.load(tmp_path)
+
+
+# What cannot be measured.
+
+
+class Constant(nn.Module):
+    """A model that answers every image with the same thing."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(x) if callable(self.answer) else self.answer
+
+
+def logits(value: float, classes: int = 10) -> Any:
+    return lambda x: torch.full((len(x), classes), value) + 0 * x.sum()
+
+
+GOOD = torch.rand(6, *SHAPE), torch.arange(6)
+BAD_MODELS: dict[str, tuple[nn.Module, str]] = {
+    "NaN logits": (Constant(logits(float("nan"))), "NaN or infinite logits for 6 of 6 clean images"),
+    "infinite logits": (Constant(logits(float("inf"))), "NaN or infinite logits for 6 of 6 clean images"),
+    "no tensor": (Constant(lambda x: (x, x)), "expected logits of shape .4, classes. for 4 images, got tuple"),
+    "a dict": (Constant(lambda x: {"logits": x}), "expected logits of shape .*, got dict"),
+    "one number an image": (Constant(lambda x: x.sum(dim=(1, 2, 3))), r"expected logits of shape .*, got \(4,\)"),
+    "a map": (Constant(lambda x: x), r"expected logits of shape .*, got \(4, 1, 4, 4\)"),
+    "one row": (Constant(lambda x: torch.zeros(1, 10)), r"expected logits of shape .*, got \(1, 10\)"),
+    "one class": (Constant(logits(0.0, 1)), "at least two classes, got 1"),
+    "other channels": (nn.Conv2d(3, 10, 4), r"the model cannot take images of shape \(1, 4, 4\): .*channels"),
+    "other sizes": (nn.Sequential(nn.Flatten(), nn.Linear(7, 10)), r"cannot take images of shape \(1, 4, 4\): "),
+    "other ranks": (nn.Sequential(nn.Flatten(), nn.BatchNorm2d(16)), r"cannot take images of shape \(1, 4, 4\): .*4D"),
+    "our own shape": (a_net(), "label 3 at index 3, expected 0 .. 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_a_model_that_cannot_be_evaluated(name: str) -> None:
+    model, expected = BAD_MODELS[name]
+    with pytest.raises(UserError, match=expected):
+        evaluate(model, GOOD, ThreatModel(eps=0.1))
+
+
+def test_nan_at_adversarial_images_only() -> None:
+    class Cliff(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.stack((x.flatten(1).sum(dim=1), 8 + 0 * x[:, 0, 0, 0]), dim=1)
+            return torch.where((x.flatten(1) > 0.66).any(dim=1)[:, None], float("nan"), z)
+
+    x = torch.full((6, *SHAPE), 0.6)
+    with pytest.raises(UserError, match="NaN or infinite logits for 6 of 6 adversarial images"):
+        evaluate(
+            Cliff(),
+            (x, torch.zeros(6, dtype=torch.int64)),
+            ThreatModel(eps=0.1),
+            {"up": Returns(lambda x, y, t: x + 0.1)},
+        )
+
+
+class Raw(ArraySource):
+    """A source without the checks of one: what a user's own class may hand out."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.raw, self.labels = images, labels
+        self.classes, self.shape = tuple("0123456789"), SHAPE
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def images(self, index: Tensor, key: Any = None) -> Tensor:
+        return self.raw[index]
+
+
+def with_pixel(value: float, row: int) -> Tensor:
+    x = torch.rand(6, *SHAPE)
+    x[row, 0, 1, 1] = value
+    return x
+
+
+LABELS = torch.arange(6)
+BAD_DATA: dict[str, tuple[Any, str]] = {
+    "images up to 255": ((torch.rand(6, *SHAPE) * 255, LABELS), r"expected values in \[0, 1\], got .*divide by 255"),
+    "images up to 255 from a source": (Raw(torch.rand(6, *SHAPE) * 255, LABELS), r"expected pixels in \[0, 1\], got"),
+    "NaN pixels": ((with_pixel(float("nan"), 1), LABELS), "expected finite pixels, got 1 NaN or infinite"),
+    "NaN pixels from a source": (Raw(with_pixel(float("nan"), 1), LABELS), "expected finite pixels, got 1 NaN"),
+    "a bad pixel in the last image": (Raw(with_pixel(1.5, 5), LABELS), r"expected pixels in \[0, 1\], got 0.* .. 1.5"),
+    "label 37 of 10": ((GOOD[0], torch.tensor([0, 1, 37, 3, 4, 5])), "label 37 at index 2, expected 0 .. 9"),
+    "label -1": (Raw(GOOD[0], torch.tensor([0, 1, 2, 3, 4, -1])), "label -1 at index 5, expected 0 .. 9"),
+    "no images": (Raw(GOOD[0][:0], LABELS[:0]), "expected at least one image, got none"),
+    "fewer labels": ((GOOD[0], LABELS[:5]), "expected one label for each of 6 images"),
+    "labels that are not integers": ((GOOD[0], LABELS.float()), "expected integer labels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_data_that_cannot_be_evaluated(name: str) -> None:
+    data, expected = BAD_DATA[name]
+    with pytest.raises(UserError, match=expected):
+        evaluate(Constant(logits(0.0)), data, ThreatModel(eps=0.1))
+
+
+def test_questions_that_cannot_be_asked() -> None:
+    model = Constant(logits(0.0))
+    with pytest.raises(UserError, match="eps: expected a radius above 0, got 0"):
+        evaluate(model, GOOD, ThreatModel(eps=0))
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        ThreatModel(eps=-1)
+    with pytest.raises(UserError, match="expected at least one attack, got none"):
+        evaluate(model, GOOD, ThreatModel(eps=0.1), {})
+    with pytest.raises(UserError, match="samples: expected at least 1, got 0"):
+        evaluate(model, GOOD, ThreatModel(eps=0.1), samples=0)
+    for taken in ("clean", "worst case"):
+        with pytest.raises(UserError, match=f"an attack cannot be called '{taken}'"):
+            evaluate(model, GOOD, ThreatModel(eps=0.1), {taken: PGD()})
+
+
+def test_other_ranges_than_zero_to_one() -> None:
+    """A threat model in the user's own units: the box is part of it."""
+    source = Raw(torch.rand(6, *SHAPE) * 255, LABELS)
+    found = evaluate(Constant(logits(0.0)), source, ThreatModel(eps=8, low=0, high=255), curve=False)
+    assert found.high == 255
+    assert found.score("clean").correct == 1
+
+
+def test_a_head_put_on_another_model_is_evaluated_with_its_scale() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    found = evaluate(embed(net, "he", scale=10), some_data(12), ThreatModel(eps=0.05), curve=False)
+    assert found.total == 12
+
+
+def test_the_default_attacks_are_what_their_names_say() -> None:
+    assert {
+        "FGSM": PGD(steps=1, start="zero"),
+        "PGD-20": PGD(steps=20),
+        "PGD-20 margin": PGD(steps=20, loss="margin"),
+    } == DEFAULT_ATTACKS
