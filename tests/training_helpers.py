@@ -234,7 +234,8 @@ class Running:
 def steelman(folder: Path, *arguments: str, name: str = "steelman", **environment: str) -> Running:
     """Start ``steelman ARGUMENTS`` in `folder`."""
     environment = {"OMP_NUM_THREADS": "1", **environment}
-    process = _context.Process(target=_command_line, args=(list(arguments), str(folder), name, environment))
+    given = (list(arguments), str(folder), name, environment)
+    process = _context.Process(target=_command_line, args=given, daemon=True)
     process.start()
     return Running(process, folder, name)
 

@@ -6,7 +6,6 @@ finished epoch's, and the one with the best validation robustness.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -127,9 +126,12 @@ def prune(run: Path, keep: set[int]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_newest(run: Path) -> tuple[dict[str, Any], list[str]]:
-    """The newest sound checkpoint of a run, and a sentence for each damaged one put aside on the way."""
-    for rest in (run / "checkpoints").glob(".part-*"):  # of a save that was killed
+def load_newest(run: Path, first: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """The newest sound checkpoint of a run, and a sentence for each damaged one put aside on the way.
+
+    Of several processes only the `first` moves anything; the others pass over what is damaged or just being moved.
+    """
+    for rest in (run / "checkpoints").glob(".part-*") if first else ():  # of a save that was killed
         shutil.rmtree(rest, ignore_errors=True)
     damaged: list[str] = []
     for folder in checkpoints(run):
@@ -137,9 +139,9 @@ def load_newest(run: Path) -> tuple[dict[str, Any], list[str]]:
             return load_checkpoint(folder), damaged
         except UserError as error:
             damaged.append(str(error))
-            aside = folder.with_name(f"damaged-{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process of the same run may have done it
+            if first:
+                aside = folder.with_name(f"damaged-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
     if damaged:
         raise UserError("no sound checkpoint is left:\n" + "\n".join(damaged))

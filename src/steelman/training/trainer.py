@@ -270,7 +270,7 @@ class Trainer:
         if not checkpoints(self.folder) and not any((self.folder / "checkpoints").glob("damaged-*")):
             self.console.print("no checkpoint was saved yet; starting from the beginning", highlight=False)
             return
-        state, damaged = load_newest(self.folder)
+        state, damaged = load_newest(self.folder, self.fabric.is_global_zero)
         for sentence in damaged:
             self.console.print(f"{sentence}; going on from the one before", style="yellow", highlight=False)
         if state["fingerprint"] != self.fingerprint:
