@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from steelman import config, run
@@ -26,6 +27,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Evaluation]:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
+    torch.set_num_threads(1)  # networks this small gain nothing from a second one, and lose much on a busy machine
     started, found, entries = time.monotonic(), {}, []
     for place, (label, name) in enumerate(RECIPES.items(), 1):
         console.print(f"\n[bold]{place} of {len(RECIPES)}: {label}[/bold]")
