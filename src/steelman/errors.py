@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,12 +13,17 @@ class UserError(ValueError):
     """A mistake the user can mend. The command line prints it without a traceback."""
 
 
+def resume_command(folder: Path) -> str:
+    """What the user types to go on with a run."""
+    return f"steelman resume {shlex.quote(str(folder))}"
+
+
 class TrainingInterruptedError(Exception):
     """Training was asked to stop, and everything is saved."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
-        super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: steelman resume {folder}")
+        super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: {resume_command(folder)}")
 
 
 def unknown(kind: str, got: object, choices: Iterable[str]) -> UserError:

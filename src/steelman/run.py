@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from steelman import data
 from steelman.config import Recipe, fingerprint, parse, read
-from steelman.errors import UserError
+from steelman.errors import UserError, resume_command
 from steelman.evaluation import Evaluation, evaluate
 from steelman.evaluation.checks import check_contract
 from steelman.evaluation.harness import versions
@@ -91,7 +91,7 @@ def prepare(folder: Path, source: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(json.loads(json.dumps(source, default=_plain)), sort_keys=False)
     if (folder / "recipe.yaml").exists():
         done = (folder / "run.json").exists()
-        hint = "choose another --out, or delete it" if done else f"go on with: steelman resume {folder}"
+        hint = "choose another --out, or delete it" if done else f"go on with: {resume_command(folder)}"
         raise UserError(f"{folder} already holds a run; {hint}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model a run kept, in eval mode, and its description."""
     if not (folder / "model.json").is_file():
         unfinished = (folder / "recipe.yaml").is_file()
-        hint = f"the run is not finished; go on with: steelman resume {folder}" if unfinished else "it is not a run"
+        hint = f"the run is not finished; go on with: {resume_command(folder)}" if unfinished else "it is not a run"
         raise UserError(f"no model in {folder}: {hint}")
     path = folder / "model.safetensors"
     content = path.read_bytes() if path.is_file() else b""

@@ -28,6 +28,8 @@ def number(value: object) -> object:
     >>> number("8/255") == 8 / 255
     True
     """
+    if isinstance(value, bool):
+        raise UserError(f"expected a number, got {str(value).lower()}")
     if not isinstance(value, str):
         return value
     try:
@@ -41,6 +43,7 @@ def number(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(number), pydantic.Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(number), pydantic.Field(ge=1)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

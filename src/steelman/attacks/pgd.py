@@ -6,14 +6,14 @@ import dataclasses
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
 from steelman.errors import UserError, unknown
 from steelman.losses import LOSSES, adversarial_loss
 from steelman.rng import Key
-from steelman.settings import Number, SettingsError, settings
+from steelman.settings import Count, Number, SettingsError, settings
 from steelman.threat import ThreatModel
 
 # The spread of the Gaussian start of the published TRADES code.
@@ -47,9 +47,9 @@ class PGD:
     True
     """
 
-    steps: PositiveInt = 20
+    steps: Count = 20
     step_size: Annotated[Number, Field(gt=0)] | None = None
-    restarts: PositiveInt = 1
+    restarts: Count = 1
     loss: str = "cross-entropy"
     start: Literal["uniform", "ball", "gaussian", "zero"] = "uniform"
     momentum: Annotated[Number, Field(ge=0)] = 0.0

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
 from steelman.schedules import Scheduled, value_at
-from steelman.settings import Number, SettingsError, named, settings
+from steelman.settings import Count, Number, SettingsError, named, settings
 
 NonNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
@@ -77,8 +77,8 @@ class Validation:
     target radius.
     """
 
-    size: PositiveInt = 1000
-    samples: PositiveInt = 1000
+    size: Count = 1000
+    samples: Count = 1000
     attack: Annotated[Attack, named("attack", ATTACKS)] = PGD(steps=10)
 
 
@@ -96,8 +96,8 @@ class Compute:
     """Device, precision and processes, as Lightning Fabric names them."""
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: PositiveInt | Literal["auto"] = 1
-    nodes: PositiveInt = 1
+    devices: Count | Literal["auto"] = 1
+    nodes: Count = 1
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     channels_last: bool = False
     compile: bool = False
@@ -112,8 +112,8 @@ class Training:
     kept. `select` keeps the epoch with the best validation robustness, or the last.
     """
 
-    epochs: PositiveInt = 10
-    batch_size: PositiveInt = 128
+    epochs: Count = 10
+    batch_size: Count = 128
     optimizer: Annotated[Optimizer, named("optimizer", OPTIMIZERS)] = SGD()
     lr: Scheduled = 0.1
     eps: Scheduled | None = None

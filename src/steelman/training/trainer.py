@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from steelman.attacks.base import logits_of, untouched
 from steelman.data.augment import Augmentation
 from steelman.data.source import Source, batches, stream
-from steelman.errors import TrainingInterruptedError, UserError
+from steelman.errors import TrainingInterruptedError, UserError, resume_command
 from steelman.models.classifier import load_weights
 from steelman.objectives import Batch, Objective
 from steelman.rng import Key
@@ -34,6 +34,7 @@ from steelman.training.checkpoint import (
     save_checkpoint,
 )
 from steelman.training.guard import StopRequest, collapse, poisoned, stop_on_signals
+from steelman.training.processes import agree, gathered, share_buffers, sums
 from steelman.training.progress import Recorder
 from steelman.training.settings import Compute, Guard, Training, Validation
 
@@ -125,7 +126,7 @@ class Trainer:
                             if self._asked_to_stop(request):
                                 self.save()
                                 raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
-                            if self._agree(time.monotonic() - saved > 60 * self.training.save_minutes):
+                            if agree(self.fabric, time.monotonic() - saved > 60 * self.training.save_minutes):
                                 self.save()
                                 saved = time.monotonic()
                     stopped = stopped or poisoned(self.net, progress.epoch + 1)
@@ -174,7 +175,7 @@ class Trainer:
         self.model.train()
         with self.fabric.autocast():
             outcome = self.objective(self.model, batch)
-        loss = self._sums(float(outcome.loss.detach()))[0] / self.fabric.world_size
+        loss = sums(self.fabric, float(outcome.loss.detach()))[0] / self.fabric.world_size
         progress.step += 1
         progress.batch += 1
         if not math.isfinite(loss):
@@ -182,7 +183,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(outcome.loss)
         self.optimizer.step()
-        self._share_buffers()
+        share_buffers(self.fabric, self.net)
         if self.average is not None:
             self.average.update(self.net)
         progress.loss_sum += loss * len(y)
@@ -196,7 +197,7 @@ class Trainer:
     def finish_epoch(self, seconds: float) -> None:
         """Validate, record the epoch, and open the next one."""
         progress = self.progress
-        loss_sum, correct, count = self._sums(progress.loss_sum, progress.correct, progress.count)
+        loss_sum, correct, count = sums(self.fabric, progress.loss_sum, progress.correct, progress.count)
         clean, robust = self.validate()
         metrics = {
             "epoch": progress.epoch + 1,
@@ -233,22 +234,22 @@ class Trainer:
                 right = logits_of(net, x).argmax(dim=1) == y
                 clean += int(right.sum())
                 robust += int((right & (logits_of(net, x_adv).argmax(dim=1) == y)).sum())
-        clean_sum, robust_sum = self._sums(clean, robust)
+        clean_sum, robust_sum = sums(self.fabric, clean, robust)
         return clean_sum / n, robust_sum / n
 
     def save(self) -> None:
         """Write a checkpoint of this very moment; on failure say what is safe and stop."""
         on_cuda, done = self.fabric.device.type == "cuda", self.progress
-        loss_sum, correct, count = self._sums(done.loss_sum, done.correct, done.count)
+        loss_sum, correct, count = sums(self.fabric, done.loss_sum, done.correct, done.count)
         state = {
             "fingerprint": self.fingerprint,
             "progress": {**dataclasses.asdict(self.progress), "loss_sum": loss_sum, "correct": correct, "count": count},
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "average": None if self.average is None else self.average.state(),
-            "carry": {name: self._gathered(value) for name, value in self.carry.items()},
-            "rng": self._gathered(torch.get_rng_state()),
-            "cuda": self._gathered(torch.cuda.get_rng_state()) if on_cuda else None,
+            "carry": {name: gathered(self.fabric, value) for name, value in self.carry.items()},
+            "rng": gathered(self.fabric, torch.get_rng_state()),
+            "cuda": gathered(self.fabric, torch.cuda.get_rng_state()) if on_cuda else None,
             "precision": self.fabric.strategy.precision.state_dict(),
         }
         failure = ""
@@ -259,10 +260,10 @@ class Trainer:
                 prune(self.folder, ends | {self.progress.best_step or 0})
             except OSError as error:
                 failure = error.strerror or str(error)
-        if self._agree(bool(failure)):  # all wait here for the first process, and stop with it
+        if agree(self.fabric, bool(failure)):  # all wait here for the first process, and stop with it
             raise UserError(
                 f"could not save a checkpoint in {self.folder}: {failure or 'the first process failed'}. Checkpoints "
-                f"saved before are untouched; mend the cause, then go on with: steelman resume {self.folder}"
+                f"saved before are untouched; mend the cause, then go on with: {resume_command(self.folder)}"
             )
 
     def restore(self) -> None:
@@ -302,7 +303,12 @@ class Trainer:
         step = progress.best_step
         if self.training.select == "last" and not (stopped and self.guard.on_collapse == "rollback"):
             step = progress.history[-1]["step"]
-        state = load_checkpoint(checkpoint_path(self.folder, step))
+        try:
+            state = load_checkpoint(checkpoint_path(self.folder, step))
+        except UserError as error:
+            step = progress.history[-1]["step"]
+            self.console.print(f"{error}; keeping the last epoch instead", style="yellow", highlight=False)
+            state = load_checkpoint(checkpoint_path(self.folder, step))
         weights: dict[str, Tensor] = state["average"]["values"] if state["average"] else state["model"]
         epoch = next(metrics["epoch"] for metrics in progress.history if metrics["step"] == step)
         return Trained(weights, epoch, tuple(progress.history), stopped)
@@ -319,32 +325,5 @@ class Trainer:
             f"learning rate {self.optimizer.param_groups[0]['lr']:.3g}; try a smaller one or a longer warm-up"
         )
 
-    def _agree(self, wish: bool) -> bool:
-        """Whether any process wishes it: all must save, or stop, at the same step."""
-        return self._sums(wish)[0] > 0
-
-    def _sums(self, *values: float) -> list[float]:
-        """Each value, added up over the processes."""
-        if self.fabric.world_size == 1:
-            return list(values)
-        total = self.fabric.all_reduce(torch.tensor(values, dtype=torch.float64), reduce_op="sum")
-        assert isinstance(total, Tensor)
-        return [float(value) for value in total]
-
-    def _gathered(self, value: Tensor) -> Tensor:
-        """The tensor of every process, stacked."""
-        if self.fabric.world_size == 1:
-            return value[None]
-        value = value.detach().to(self.fabric.device).contiguous()
-        every = [torch.empty_like(value) for _ in range(self.fabric.world_size)]
-        torch.distributed.all_gather(every, value)
-        return torch.stack(every).cpu()
-
-    def _share_buffers(self) -> None:
-        """Give all processes the first one's batch-norm statistics: they attack, average and validate one model."""
-        if self.fabric.world_size > 1:
-            for buffer in self.net.buffers():
-                torch.distributed.broadcast(buffer, src=0)
-
     def _asked_to_stop(self, request: StopRequest) -> bool:
-        return self._agree(request.number > 0)
+        return agree(self.fabric, request.number > 0)
