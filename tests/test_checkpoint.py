@@ -16,9 +16,9 @@ from torch import nn
 
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
-from steelman.training import checkpoint
+from steelman.training import Trainer, checkpoint
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint, load_newest, save_checkpoint
-from tests.training_helpers import a_trainer, interrupted_at, newest, said, same, same_run
+from tests.training_helpers import a_trainer, interrupted_at, newest, plain_trainer, said, same, same_run
 
 STATE: dict[str, Any] = {
     "numbers": {
@@ -330,3 +330,14 @@ def test_what_an_objective_carries_comes_back_to_the_bit(tmp_path: Path) -> None
 
 def test_the_newest_is_a_checkpoint_of_the_last_step(whole: Path) -> None:
     assert newest(whole)["progress"]["epoch"] == 3
+
+
+def test_a_damaged_best_epoch_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.1, 0.9, 0.5])
+    monkeypatch.setattr(Trainer, "validate", lambda _: (1.0, next(scores)))
+    trainer = plain_trainer(tmp_path)
+    assert trainer.fit().epoch == 2
+    best = checkpoint_path(tmp_path, trainer.progress.best_step or 0)
+    (best / "tensors.safetensors").write_bytes(b"not what it was")
+    assert trainer.kept(None).epoch == 3
+    assert "keeping the last epoch instead" in said(trainer.console)

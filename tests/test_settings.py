@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import pytest
@@ -12,6 +13,7 @@ from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError, unknown
 from steelman.schedules import SCHEDULES, Linear, Scheduled
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings, summary_of
+from steelman.threat import ThreatModel
 
 
 @settings
@@ -176,3 +178,11 @@ def test_registry_entries_describe_themselves() -> None:
         assert "steps" in options_of(factory) or options_of(factory)
     assert summary_of(Inner) == "An ingredient that holds two others."
     assert options_of(ATTACKS["fgsm"])["steps"].default == 1
+
+
+@pytest.mark.parametrize(
+    "make_one", [lambda: PGD(steps=True), lambda: ThreatModel(eps=True), lambda: PGD(momentum=True)]
+)
+def test_a_boolean_is_not_a_number(make_one: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="expected a number, got true"):
+        make_one()

@@ -14,7 +14,11 @@ class UserError(ValueError):
 
 
 def resume_command(folder: Path) -> str:
-    """What the user types to go on with a run."""
+    """What the user types to go on with a run.
+
+    >>> resume_command(Path("my runs/a"))
+    "steelman resume 'my runs/a'"
+    """
     return f"steelman resume {shlex.quote(str(folder))}"
 
 

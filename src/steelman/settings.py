@@ -43,7 +43,7 @@ def number(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(number), pydantic.Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(number), pydantic.Field(ge=1)]
+Count = Annotated[int, BeforeValidator(number), pydantic.Field(gt=0)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
