@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from steelman import config, run
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
+from steelman.rng import Key
 from steelman.training import Trainer
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
@@ -333,3 +334,22 @@ def test_an_edited_recipe_is_refused_and_changes_nothing(tmp_path: Path) -> None
     found = run.resume(folder, Console(quiet=True))
     assert found is not None
     assert found.total == 20
+
+
+def test_readers_of_images_that_fall_to_the_same_signal_lose_nothing(whole: Path, tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    images, calls = trainer.train.images, []
+
+    def dying(index: Tensor, key: Key | None = None) -> Tensor:
+        calls.append(len(index))
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise UserError("a process that reads images died")
+        return images(index, key)
+
+    trainer.train.images = dying  # type: ignore[method-assign]
+    with pytest.raises(TrainingInterruptedError):
+        trainer.fit()
+    assert trainer.progress.step == 3
+    a_trainer(tmp_path).fit(resume=True)
+    same_run(whole, tmp_path)

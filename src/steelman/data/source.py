@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -190,7 +189,6 @@ def stream(
             _Batches(source, list(batches), key),
             batch_size=None,
             num_workers=workers,
-            worker_init_fn=_leave_signals_alone,
             generator=torch.Generator().manual_seed(0),
         )
         decoded = iter(loader)
@@ -207,12 +205,6 @@ def stream(
         raise UserError(
             f"a process that reads images died, often for lack of memory; try fewer workers ({error})"
         ) from error
-
-
-def _leave_signals_alone(worker: int) -> None:  # noqa: ARG001 - the signature the loader needs
-    """A stop sent to all processes is the training loop's to answer; it needs its readers until it has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _in_memory(source: Source) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class Trainer:
             with stop_on_signals() as request:
                 while progress.epoch < self.training.epochs and not stopped:
                     started = time.monotonic() - progress.seconds
-                    for x, y, index in self.batches_left():
+                    for x, y, index in self.batches_left(request):
                         loss = self.step(x, y, index)
                         progress.seconds = time.monotonic() - started
                         if not math.isfinite(loss):
@@ -142,13 +143,20 @@ class Trainer:
                 self.recorder.close()
         return self.kept(stopped)
 
-    def batches_left(self) -> Any:
+    def batches_left(self, request: StopRequest) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The rest of the current epoch's batches, this process's share of each."""
         epoch, world = self.progress.epoch, self.fabric.world_size
         order = batches(len(self.train), self.training.batch_size, self.key.fold("order", epoch))
         order = [index[: len(index) - len(index) % world] for index in order[: self.per_epoch]][self.progress.batch :]
         shares = [index[self.fabric.global_rank :: world] for index in order]
-        return stream(self.train, shares, self.key.fold("decode", epoch), self.compute.workers)
+        try:
+            yield from stream(self.train, shares, self.key.fold("decode", epoch), self.compute.workers)
+        except UserError:
+            if not request.number:
+                raise
+            # A stop sent to all processes takes the readers of images with it; every step until then is sound.
+            self.save()
+            raise TrainingInterruptedError(request.number, self.folder) from None
 
     def step(self, x: Tensor, y: Tensor, index: Tensor) -> float:
         """One step of the optimiser; the batch's loss."""
