@@ -37,6 +37,7 @@ SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
     "multistep": {"start": 0.1, "drops": [0.5, 0.75]},
     "piecewise": {"points": [[0, 0.0], [0.4, 0.2], [1, 0.0]]},
     "cyclic": {"peak": 0.2},
+    "resets": {"schedule": {"name": "linear", "start": 0.0, "end": 0.1}, "at": [0.5, 0.75]},
 }
 
 HEAD_SETTINGS: dict[str, dict[str, Any]] = {

@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "model.mean=[a]": ("model.mean", "valid number"),
     "model=[mlp]": ("model: expected a mapping with a name, got ['mlp']",),
     "objective=3": ("objective: ", "3"),
-    "objective={attack: pgd}": ("objective.name: is required: which objective? choices: pgd-at, standard",),
+    "objective={attack: pgd}": ("objective.name: is required: which objective? choices: alp, fast-at",),
     "threat=linf": ("threat: ",),
     "training=long": ("training: ",),
 }

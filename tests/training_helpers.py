@@ -33,7 +33,7 @@ from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
 from steelman.schedules import SCHEDULES
 from steelman.threat import ThreatModel
-from steelman.training import OPTIMIZERS, Compute, Guard, Trainer, Training, Validation
+from steelman.training import OPTIMIZERS, Around, Compute, Guard, Trainer, Training, Validation
 from steelman.training.checkpoint import checkpoints, load_checkpoint
 
 SHAPE = (1, 4, 4)
@@ -109,6 +109,7 @@ def a_trainer(folder: Path, *, loud: Console | None = None, **changes: Any) -> T
         "training": Training(**training),
         "watch": Validation(size=24, samples=24, attack=PGD(steps=2)),
         "guard": Guard(on_collapse="ignore"),
+        "around": Around(),
         "compute": Compute(accelerator="cpu"),
         "console": loud or Console(file=io.StringIO(), width=500),
         "folder": folder,

@@ -25,7 +25,7 @@ from steelman.objectives import OBJECTIVES, Objective
 from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
-from steelman.training import Compute, Guard, Training, Validation
+from steelman.training import Around, Compute, Guard, Training, Validation
 
 
 def _with_options(value: object, own: set[str]) -> object:
@@ -157,6 +157,7 @@ class Recipe:
     training: Training = Training()
     validation: Validation = Validation()
     guard: Guard = Guard()
+    around: Around = Around()
     compute: Compute = Compute()
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
 
@@ -182,6 +183,11 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
         raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {eps}")
     if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps * (1 + 1e-9):
         raise UserError(f"{origin}:\n  training.eps: expected to end at or below threat.eps, {eps:g}, got {last:g}")
+    if recipe.around.awp is not None and hasattr(recipe.objective, "replays"):
+        raise UserError(
+            f"{origin}:\n  around.awp: {type(recipe.objective).__name__} makes its perturbation while it trains, so "
+            "there are no adversarial images to take the loss on a second time"
+        )
     if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
         raise UserError(
             f"{origin}:\n  training.batch_size: expected a multiple of the number of processes, "

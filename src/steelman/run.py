@@ -141,6 +141,7 @@ def train(
         training=recipe.training,
         watch=recipe.validation,
         guard=recipe.guard,
+        around=recipe.around,
         compute=recipe.compute,
         fabric=fabric,
         folder=folder,

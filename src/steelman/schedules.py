@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from steelman.errors import UserError
-from steelman.settings import Number, named, number, settings
+from steelman.settings import Number, SettingsError, named, number, settings
 
 
 @runtime_checkable
@@ -36,25 +36,43 @@ class Constant:
         return self.value
 
 
+def _capped(start: float, end: float, cap: float | None) -> None:
+    if cap is not None and cap < min(start, end):
+        raise SettingsError(
+            [(("cap",), f"expected at least the schedule's smallest value {min(start, end):g}, got {cap:g}")]
+        )
+
+
 @settings
 class Linear:
-    """start + (end - start) r, reached at the share `until` of the run and held from there.
+    """start + (end - start) r, at most `cap`; reached at the share `until` of the run and held from there.
 
-    >>> Linear(start=0, end=8, until=0.5)(0.25)
-    4.0
+    With `end` above `cap`, the linear radius of Periodic Adversarial Scheduling.
+
+    >>> Linear(start=0, end=8, until=0.5)(0.25), Linear(start=0, end=0.6, cap=0.4)(1.0)
+    (4.0, 0.4)
     """
 
     start: Number
     end: Number
     until: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    cap: Number | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Linear:
+        _capped(self.start, self.end, self.cap)
+        return self
 
     def __call__(self, progress: float) -> float:
-        return self.start + (self.end - self.start) * min(progress / self.until, 1.0)
+        value = self.start + (self.end - self.start) * min(progress / self.until, 1.0)
+        return value if self.cap is None else min(value, self.cap)
 
 
 @settings
 class Cosine:
-    """start + (end - start) (1 - cos(pi r)) / 2, reached at the share `until` of the run and held from there.
+    """start + (end - start) (1 - cos(pi r)) / 2, at most `cap`; reached at the share `until` and held from there.
+
+    With `end` above `cap`, the cosine radius of Periodic Adversarial Scheduling.
 
     >>> round(Cosine(start=0, end=1)(0.5), 12)
     0.5
@@ -63,10 +81,17 @@ class Cosine:
     start: Number
     end: Number
     until: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    cap: Number | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Cosine:
+        _capped(self.start, self.end, self.cap)
+        return self
 
     def __call__(self, progress: float) -> float:
         r = min(progress / self.until, 1.0)
-        return self.start + (self.end - self.start) * (1 - math.cos(math.pi * r)) / 2
+        value = self.start + (self.end - self.start) * (1 - math.cos(math.pi * r)) / 2
+        return value if self.cap is None else min(value, self.cap)
 
 
 @settings
@@ -130,6 +155,30 @@ class Cyclic:
         return self.low + (self.peak - self.low) * r
 
 
+@settings
+class Resets:
+    """Another schedule, begun anew at each share of the run in `at`.
+
+    >>> Resets(schedule=Linear(start=0, end=8), at=[0.5])(0.75)
+    4.0
+    """
+
+    schedule: Annotated[Any, BeforeValidator(lambda value: _as_schedule(value))]  # noqa: PLW0108 - defined below
+    at: tuple[Annotated[Number, Field(gt=0, lt=1)], ...]
+
+    @model_validator(mode="after")
+    def _rising(self) -> Resets:
+        if not self.at or any(b <= a for a, b in itertools.pairwise(self.at)):
+            raise SettingsError([(("at",), f"expected one or more rising shares of the run, got {list(self.at)}")])
+        return self
+
+    def __call__(self, progress: float) -> float:
+        edges = (0.0, *self.at, 1.0)
+        cycle = sum(progress >= edge for edge in self.at)
+        start, end = edges[cycle], edges[cycle + 1]
+        return value_at(self.schedule, (progress - start) / (end - start))
+
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "constant": Constant,
     "linear": Linear,
@@ -137,6 +186,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "multistep": MultiStep,
     "piecewise": Piecewise,
     "cyclic": Cyclic,
+    "resets": Resets,
 }
 
 _named = named("schedule", SCHEDULES)

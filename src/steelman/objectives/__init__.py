@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from steelman.objectives.alp import ALP
 from steelman.objectives.base import Batch, Objective, Outcome
+from steelman.objectives.fast_at import FastAT
+from steelman.objectives.free_at import FreeAT
+from steelman.objectives.mart import MART
 from steelman.objectives.pgd_at import PGDAT
 from steelman.objectives.standard import Standard
+from steelman.objectives.trades import TRADES
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "standard": Standard,
     "pgd-at": PGDAT,
+    "alp": ALP,
+    "trades": TRADES,
+    "mart": MART,
+    "free-at": FreeAT,
+    "fast-at": FastAT,
 }
 
 __all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome"]

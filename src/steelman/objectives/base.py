@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch.nn.functional as F
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
-from steelman.attacks import ATTACKS, Attack
+from steelman.attacks import ATTACKS, PGD, Attack
+from steelman.heads import with_margin
 from steelman.rng import Key
 from steelman.settings import named
 from steelman.threat import ThreatModel
 
-# Inside an objective an attack named in a recipe returns its last point, unless the recipe says otherwise: a search
-# that stops at its first success would train on the weakest adversary that works.
-InnerAttack = Annotated[
-    Attack, named("attack", {name: partial(attack, keep="last") for name, attack in ATTACKS.items()})
-]
+
+def inner(**defaults: Any) -> BeforeValidator:
+    """The validator of an objective's attack: attacks by name, with the defaults that the method gives them.
+
+    Inside an objective an attack returns its last point, unless the recipe says otherwise: a search that stops at its
+    first success would train on the weakest adversary that works.
+    """
+    return named("attack", {name: partial(entry, **{"keep": "last", **defaults}) for name, entry in ATTACKS.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +33,9 @@ class Batch:
 
     `threat` has the radius scheduled for this step, `ratio` is that radius over the target one (step sizes follow it);
     `net` is the bare module an inner attack works on, while the model an objective is called with may be wrapped for
-    several processes; `carry` is what an objective keeps from batch to batch, and is saved in checkpoints.
+    several processes; `carry` is what an objective keeps from batch to batch, and is saved in checkpoints. `smoothing`
+    is the label smoothing of the training loss. `x_adv`, when given, are the adversarial images to use: weight
+    perturbation trains a second time on the same ones.
     """
 
     x: Tensor
@@ -37,18 +46,41 @@ class Batch:
     key: Key
     net: nn.Module
     carry: dict[str, Tensor]
+    smoothing: float = 0.0
+    x_adv: Tensor | None = None
+
+    def attacked(self, attack: Attack) -> Tensor:
+        """The images `attack` makes of this batch, with its step size following the scheduled radius."""
+        if self.x_adv is not None:
+            return self.x_adv
+        if self.threat.eps == 0:  # a schedule may start there: there is nothing to attack yet
+            return self.x
+        scaled = attack.at(self.ratio) if isinstance(attack, PGD) else attack
+        return scaled(self.net, self.x, self.y, self.threat, index=self.index, key=self.key)
+
+    def cross_entropy(self, model: nn.Module, logits: Tensor) -> Tensor:
+        """The training cross-entropy of each sample: with the head's margin and the label smoothing."""
+        return F.cross_entropy(
+            with_margin(model, logits, self.y), self.y, reduction="none", label_smoothing=self.smoothing
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The loss to descend, and the logits of the samples it was trained on (for the training accuracy)."""
+    """The loss to descend, the logits of the samples it was trained on (for the training accuracy), and the adversarial
+    images, if any. `after` is called once the gradients are there, before the optimiser's step."""
 
     loss: Tensor
     logits: Tensor
+    x_adv: Tensor | None = None
+    after: Callable[[], None] | None = None
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """Settings that turn ``(model, batch)`` into a loss."""
+    """Settings that turn ``(model, batch)`` into a loss.
+
+    An objective with an attribute `replays` sees every batch that many times in a row.
+    """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...

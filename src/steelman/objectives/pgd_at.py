@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import nn
 
-from steelman.attacks import PGD
-from steelman.heads import with_margin
-from steelman.losses import cross_entropy
-from steelman.objectives.base import Batch, InnerAttack, Outcome
+from steelman.attacks import PGD, Attack
+from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import settings
 
 
@@ -21,11 +21,9 @@ class PGDAT:
     Madry et al. (2018), "Towards Deep Learning Models Resistant to Adversarial Attacks", Eq. (1).
     """
 
-    attack: InnerAttack = PGD(steps=10, keep="last")
+    attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last")
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
-        # At ratio 0, where a warm-up of the radius starts, there is no step to scale: the attack returns x.
-        attack = self.attack.at(batch.ratio) if isinstance(self.attack, PGD) and batch.ratio > 0 else self.attack
-        x_adv = attack(batch.net, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
+        x_adv = batch.attacked(self.attack)
         logits = model(x_adv)
-        return Outcome(cross_entropy(with_margin(model, logits, batch.y), batch.y).mean(), logits.detach())
+        return Outcome(loss=batch.cross_entropy(model, logits).mean(), logits=logits.detach(), x_adv=x_adv)

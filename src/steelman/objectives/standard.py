@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from steelman.heads import with_margin
-from steelman.losses import cross_entropy
 from steelman.objectives.base import Batch, Outcome
 from steelman.settings import settings
 
@@ -16,4 +14,4 @@ class Standard:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = model(batch.x)
-        return Outcome(cross_entropy(with_margin(model, logits, batch.y), batch.y).mean(), logits.detach())
+        return Outcome(loss=batch.cross_entropy(model, logits).mean(), logits=logits.detach())

@@ -31,6 +31,16 @@ def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
     return None
 
 
+def stagnation(history: Sequence[dict[str, Any]], patience: int | None) -> str | None:
+    """A sentence when the last `patience` epochs brought no better validation robustness than the ones before."""
+    if patience is None or len(history) <= patience:
+        return None
+    robust = [float(epoch["validation_robust"]) for epoch in history]
+    if max(robust[-patience:]) > max(robust[:-patience]):
+        return None
+    return f"no better validation robustness for {patience} epochs (best {max(robust):.1%})"
+
+
 def blind(history: Sequence[dict[str, Any]]) -> str | None:
     """A sentence when the training attack says nothing about robustness: the model beats it, but not PGD."""
     if not history:

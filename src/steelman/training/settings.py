@@ -12,6 +12,7 @@ from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
 from steelman.schedules import Scheduled, value_at
 from steelman.settings import Count, Number, SettingsError, named, settings
+from steelman.training.awp import AWP
 
 NonNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
@@ -102,6 +103,21 @@ class Compute:
     channels_last: bool = False
     compile: bool = False
     workers: NonNegativeInt = 0
+
+
+@settings
+class Around:
+    """What can be put around any objective.
+
+    `label_smoothing` spreads that share of the label over all classes, in every cross-entropy of the training loss;
+    `clip` bounds the norm of the whole gradient; `awp` perturbs the weights; `patience` stops after that many epochs
+    without a better validation robustness.
+    """
+
+    label_smoothing: Decay = 0.0
+    clip: Annotated[Number, Field(gt=0)] | None = None
+    awp: AWP | None = None
+    patience: Count | None = None
 
 
 @settings

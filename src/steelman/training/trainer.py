@@ -26,6 +26,7 @@ from steelman.rng import Key
 from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
+from steelman.training.awp import shift
 from steelman.training.checkpoint import (
     checkpoint_path,
     checkpoints,
@@ -34,10 +35,10 @@ from steelman.training.checkpoint import (
     prune,
     save_checkpoint,
 )
-from steelman.training.guard import StopRequest, collapse, poisoned, stop_on_signals
+from steelman.training.guard import StopRequest, collapse, poisoned, stagnation, stop_on_signals
 from steelman.training.processes import agree, gathered, share_buffers, sums
 from steelman.training.progress import Recorder
-from steelman.training.settings import Compute, Guard, Training, Validation
+from steelman.training.settings import Around, Compute, Guard, Training, Validation
 
 
 @dataclasses.dataclass
@@ -81,6 +82,7 @@ class Trainer:
     training: Training
     watch: Validation
     guard: Guard
+    around: Around
     compute: Compute
     fabric: Fabric
     folder: Path
@@ -93,7 +95,8 @@ class Trainer:
         if size % self.fabric.world_size:
             raise UserError(f"batch_size {size} does not divide among {self.fabric.world_size} processes")
         # A last batch of one image a process is dropped: batch norm has no statistics for it.
-        self.per_epoch = max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
+        self.replays: int = getattr(self.objective, "replays", 1)
+        self.per_epoch = self.replays * max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
         self.total = self.per_epoch * self.training.epochs
         self.progress = Progress()
         self.carry: dict[str, Tensor] = {}
@@ -110,7 +113,7 @@ class Trainer:
         """Train to the end, or to the first reason to stop."""
         if resume:
             self.restore()
-        progress, stopped = self.progress, collapse(self.progress.history, self.guard)
+        progress, stopped = self.progress, self._reason_to_stop()
         self.recorder = self._recorder()
         saved = time.monotonic()
         try:
@@ -135,7 +138,7 @@ class Trainer:
                         self.finish_epoch(time.monotonic() - started)
                         self.save()
                         saved = time.monotonic()
-                        stopped = collapse(progress.history, self.guard)
+                        stopped = self._reason_to_stop()
                         if self._asked_to_stop(request):
                             raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
         finally:
@@ -147,6 +150,9 @@ class Trainer:
         """The rest of the current epoch's batches, this process's share of each."""
         epoch, world = self.progress.epoch, self.fabric.world_size
         order = batches(len(self.train), self.training.batch_size, self.key.fold("order", epoch))
+        order = [
+            index for index in order for _ in range(self.replays)
+        ]  # each batch as often as the objective replays it
         order = [index[: len(index) - len(index) % world] for index in order[: self.per_epoch]][self.progress.batch :]
         shares = [index[self.fabric.global_rank :: world] for index in order]
         try:
@@ -179,18 +185,28 @@ class Trainer:
             key=self.key.fold("attack", progress.step),
             net=self.attacked,
             carry=self.carry,
+            smoothing=self.around.label_smoothing,
         )
         self.model.train()
         with self.fabric.autocast():
-            outcome = self.objective(self.model, batch)
+            shifted = self._shift_weights(batch, share)
+            outcome = self.objective(self.model, shifted[0] if shifted else batch)
         loss = sums(self.fabric, float(outcome.loss.detach()))[0] / self.fabric.world_size
         progress.step += 1
         progress.batch += 1
-        if not math.isfinite(loss):
-            return loss  # the weights stay as they are
+        if not math.isfinite(loss):  # the weights stay as they were
+            if shifted:
+                shift(self.net, shifted[1], -1)
+            return loss
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(outcome.loss)
+        if outcome.after is not None:
+            outcome.after()
+        if self.around.clip is not None:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.around.clip)
         self.optimizer.step()
+        if shifted:
+            shift(self.net, shifted[1], -1)
         share_buffers(self.fabric, self.net)
         if self.average is not None:
             self.average.update(self.net)
@@ -201,6 +217,21 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.step(progress.epoch + 1, loss)
         return loss
+
+    def _shift_weights(self, batch: Batch, share: float) -> tuple[Batch, dict[str, Tensor]] | None:
+        """Move the weights to where weight perturbation wants the loss taken; the batch to take it on, and the move."""
+        awp = self.around.awp
+        if awp is None or share < awp.start:
+            return None
+        buffers = [buffer.clone() for buffer in self.net.buffers()]
+        devices = [self.fabric.device] if self.fabric.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # both passes drop the same units
+            outcome = self.objective(self.model, batch)
+        step = awp.direction(self.net, outcome.loss, self.fabric)
+        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        shift(self.net, step, 1)
+        return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
     def finish_epoch(self, seconds: float) -> None:
         """Validate, record the epoch, and open the next one."""
@@ -325,6 +356,10 @@ class Trainer:
         if not self.fabric.is_global_zero:
             return None
         return Recorder(self.folder, self.console, self.progress.history, self.total, self.progress.step)
+
+    def _reason_to_stop(self) -> str | None:
+        history = self.progress.history
+        return collapse(history, self.guard) or stagnation(history, self.around.patience)
 
     def _diverged(self, loss: float) -> str:
         progress = self.progress

@@ -1,0 +1,45 @@
+"""Adversarial logit pairing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from steelman.attacks import PGD, Attack
+from steelman.heads import head_of
+from steelman.objectives.base import Batch, Outcome, inner
+from steelman.settings import Number, settings
+
+
+@settings
+class ALP:
+    """mean [ CE(f(x), y) / 2 + CE(f(x*), y) / 2 + weight * d(z(x), z(x*)) ], with x* climbing CE(f(x'), y).
+
+    The pair term d compares logits before the head's scale, so that it means the same for every head; "mse" is the mean
+    squared difference over classes (the released code of Pang et al., 2020), "norm" the l2 norm of the difference (the
+    papers' notation). Gradients flow into both sides. Two forwards in train mode, x and then x*, move batch norm.
+
+    Kannan et al. (2018), "Adversarial Logit Pairing", section 4; Pang et al. (2020), Table 1.
+    """
+
+    weight: Annotated[Number, Field(ge=0)] = 0.5
+    pair: Literal["mse", "norm"] = "mse"
+    attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last")
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        x_adv = batch.attacked(self.attack)
+        clean, adversarial = model(batch.x), model(x_adv)
+        both = (batch.cross_entropy(model, clean) + batch.cross_entropy(model, adversarial)) / 2
+        loss = (both + self.weight * self.distance(model, clean, adversarial)).mean()
+        return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)
+
+    def distance(self, model: nn.Module, clean: Tensor, adversarial: Tensor) -> Tensor:
+        """d(z(x), z(x*)) for each sample."""
+        head = head_of(model)
+        difference = (clean - adversarial) / (1.0 if head is None else head.scale)
+        if self.pair == "mse":
+            return (difference**2).mean(dim=1)
+        return torch.linalg.vector_norm(difference, dim=1)  # type: ignore[no-any-return]

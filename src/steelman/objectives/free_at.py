@@ -1,0 +1,44 @@
+"""FreeAT: the gradients of one backward pass serve the weights and the perturbation."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from steelman.attacks.pgd import ascend
+from steelman.objectives.base import Batch, Outcome
+from steelman.settings import Count, Number, settings
+
+
+@settings
+class FreeAT:
+    """mean CE(f(x + delta), y), each batch `replays` times; after each backward, delta <- delta + step eps U_p(grad).
+
+    delta starts at zero and is carried over replays and over batches, row by row; one backward gives the gradients of
+    weights and delta, so the loss, margin included, is also the attack's. Everything runs in train mode, and batch norm
+    moves at every replay.
+
+    Shafahi et al. (2019), "Adversarial Training for Free!", Algorithm 1.
+    """
+
+    replays: Count = 8
+    step: Annotated[Number, Field(gt=0)] = 1.0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        x, threat = batch.x, batch.threat
+        carried = batch.carry.get("delta", x[:0])
+        carried = torch.cat((carried, torch.zeros_like(x[len(carried) :])))  # rows no batch has had yet start at zero
+        x_adv = threat.project(x + carried[: len(x)].to(x.dtype), x).requires_grad_(True)
+        logits = model(x_adv)
+
+        def after() -> None:
+            """Move delta by the gradient that the weights' backward left on the images."""
+            assert x_adv.grad is not None
+            moved = ascend(x_adv.detach(), x_adv.grad, x, threat, self.step * threat.eps)
+            batch.carry["delta"] = torch.cat((moved - x, carried[len(x) :])).contiguous()
+
+        loss = batch.cross_entropy(model, logits).mean()
+        return Outcome(loss=loss, logits=logits.detach(), x_adv=x_adv.detach(), after=after)

@@ -1,0 +1,36 @@
+"""TRADES."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from steelman.attacks import PGD, Attack
+from steelman.losses import kl
+from steelman.objectives.base import Batch, Outcome, inner
+from steelman.settings import Number, settings
+
+
+@settings
+class TRADES:
+    """mean [ CE(f(x), y) + beta * KL(f(x) || f(x*)) ], where x* climbs the same KL from a small Gaussian start.
+
+    Gradients flow through both sides of the KL. The margin of a head is in the natural term alone. Two forwards in
+    train mode, x and then x*, move batch norm (the original code makes a third, of x, for its statistics alone).
+
+    Zhang et al. (2019), "Theoretically Principled Trade-off between Robustness and Accuracy", Eq. (5). The papers write
+    1/lambda = 6 for what is beta here.
+    """
+
+    beta: Annotated[Number, Field(ge=0)] = 6.0
+    attack: Annotated[Attack, inner(loss="kl", start="gaussian")] = PGD(
+        steps=10, keep="last", loss="kl", start="gaussian"
+    )
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        x_adv = batch.attacked(self.attack)
+        clean, adversarial = model(batch.x), model(x_adv)
+        loss = (batch.cross_entropy(model, clean) + self.beta * kl(adversarial, clean)).mean()
+        return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)

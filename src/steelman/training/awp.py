@@ -1,0 +1,48 @@
+"""Adversarial weight perturbation, around any objective."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from lightning_fabric import Fabric
+from pydantic import Field
+from torch import Tensor, nn
+
+from steelman.settings import Number, settings
+
+TINY = 1e-20
+
+
+@settings
+class AWP:
+    """Descend the loss at w + gamma v instead of at w, where v is the weights' own worst direction.
+
+    v = grad L(w), rescaled for each weight of two or more dimensions to the length of that weight; vectors (biases,
+    batch norm) are left alone. Both losses are on the same adversarial images. Batch-norm statistics move in the second
+    pass only. `start` is the share of the run after which it begins.
+
+    Wu et al. (2020), "Adversarial Weight Perturbation Helps Robust Generalization", Eq. (10).
+    """
+
+    gamma: Annotated[Number, Field(ge=0)] = 0.005
+    start: Annotated[Number, Field(ge=0, le=1)] = 0.0
+
+    def direction(self, net: nn.Module, loss: Tensor, fabric: Fabric | None = None) -> dict[str, Tensor]:
+        """gamma v for each weight that takes part."""
+        weights = {name: weight for name, weight in net.named_parameters() if weight.requires_grad and weight.dim() > 1}
+        gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        step = {}
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            if fabric is not None and fabric.world_size > 1:  # every process climbs the loss of all
+                gradient = fabric.all_reduce(gradient, reduce_op="mean")  # type: ignore[assignment]  # noqa: PLW2901
+            step[name] = self.gamma * weight.detach().norm() / (gradient.norm() + TINY) * gradient
+        return step
+
+
+@torch.no_grad()
+def shift(net: nn.Module, step: dict[str, Tensor], sign: int) -> None:
+    """w <- w + sign * step."""
+    for name, weight in net.named_parameters():
+        if name in step:
+            weight.add_(step[name], alpha=sign)

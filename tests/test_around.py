@@ -1,0 +1,140 @@
+"""What is put around an objective, in whole runs: replays, weight perturbation, clipping, smoothing, patience."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from steelman import config, run
+from steelman.errors import TrainingInterruptedError, UserError
+from steelman.heads import HEADS
+from steelman.objectives import OBJECTIVES, Batch, Outcome
+from steelman.objectives.free_at import FreeAT
+from steelman.training import AWP, Around, Trainer
+from steelman.training.guard import stagnation
+from tests.training_helpers import a_net, a_trainer, interrupted_at, plain_trainer, said, same_run
+
+QUIET = ["validation.samples=20", "evaluation.samples=20", "training.batch_size=256", "training.epochs=1"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": OBJECTIVES["free-at"](replays=2)},
+        {"objective": OBJECTIVES["fast-at"]()},
+        {"objective": OBJECTIVES["trades"](), "around": Around(awp=AWP(gamma=0.01, start=0.3))},
+        {"objective": OBJECTIVES["mart"](), "around": Around(label_smoothing=0.1, clip=0.5)},
+    ],
+)
+def test_an_interrupted_run_ends_with_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
+    a_trainer(tmp_path / "whole", **changes).fit()
+    trainer = a_trainer(tmp_path / "parts", **changes)
+    with interrupted_at({5, 9}, trainer), pytest.raises(TrainingInterruptedError):
+        trainer.fit()
+    a_trainer(tmp_path / "parts", **changes).fit(resume=True)
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_replays_show_each_batch_that_often_in_a_row(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Watching:
+        replays, inner = 3, FreeAT(replays=3)
+
+        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+            seen.append(batch.index.tolist())
+            return self.inner(model, batch)
+
+    trainer = plain_trainer(tmp_path, objective=Watching(), training={"epochs": 2})
+    trainer.fit()
+    assert trainer.progress.step == len(seen) == 2 * 6 * 3
+    for start in range(0, len(seen), 3):
+        assert seen[start] == seen[start + 1] == seen[start + 2]
+    assert sorted(index for batch in seen[:18:3] for index in batch) == list(range(42))
+
+
+def test_weight_perturbation_gives_the_weights_back(tmp_path: Path) -> None:
+    """With a learning rate of zero the weights end where they began, but for rounding; batch norm moves once a step."""
+    net = a_net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer = plain_trainer(
+        tmp_path,
+        net=net,
+        objective=OBJECTIVES["pgd-at"](),
+        around=Around(awp=AWP(gamma=0.05)),
+        training={"lr": 0.0, "epochs": 1},
+    )
+    trainer.fit()
+    for name, value in net.named_parameters():
+        torch.testing.assert_close(value.detach(), before[name], rtol=0, atol=1e-6)
+    assert int(net.state_dict()["backbone.layers.1.num_batches_tracked"]) == 6
+
+
+def test_weight_perturbation_changes_what_is_learned(tmp_path: Path) -> None:
+    kept = [
+        plain_trainer(tmp_path / str(gamma), objective=OBJECTIVES["pgd-at"](), around=Around(awp=awp)).fit().state
+        for gamma, awp in ((0, AWP(gamma=0)), (1, AWP(gamma=0.1)), (2, None))
+    ]
+    assert torch.equal(kept[0]["head.weight"], kept[2]["head.weight"]), "a step of zero is no perturbation, to the bit"
+    assert not torch.equal(kept[0]["head.weight"], kept[1]["head.weight"])
+
+
+def test_clipping_bounds_the_step(tmp_path: Path) -> None:
+    net = a_net()
+    before = torch.cat([value.detach().flatten().clone() for value in net.parameters()])
+    trainer = plain_trainer(
+        tmp_path,
+        net=net,
+        around=Around(clip=0.01),
+        training={"epochs": 1, "batch_size": 42, "lr": 1.0, "optimizer": {"name": "sgd", "momentum": 0}},
+    )
+    trainer.fit()
+    after = torch.cat([value.detach().flatten() for value in net.parameters()])
+    assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.2, 0.5, 0.4, 0.5, 0.9])
+    monkeypatch.setattr(Trainer, "validate", lambda _: (1.0, next(scores)))
+    trainer = plain_trainer(tmp_path, around=Around(patience=2), training={"epochs": 5})
+    trained = trainer.fit()
+    assert (len(trained.history), trained.epoch) == (4, 2)
+    assert trained.stopped == "no better validation robustness for 2 epochs (best 50.0%)"
+    again = plain_trainer(tmp_path, around=Around(patience=2), training={"epochs": 5})
+    assert again.fit(resume=True).epoch == 2, "a resumed run knows that it had stopped"
+    assert "starting" not in said(again.console)
+
+
+def test_no_patience_no_stop() -> None:
+    history = [{"validation_robust": value} for value in (0.5, 0.4, 0.3)]
+    assert stagnation(history, None) is None
+    assert stagnation(history, 3) is None
+    assert stagnation(history, 2) is not None
+    assert stagnation([*history, {"validation_robust": 0.6}], 2) is None
+
+
+def test_weight_perturbation_of_free_at_is_refused() -> None:
+    source, _ = config.read("digits-pgd-at", ["objective=free-at", "around.awp.gamma=0.01"])
+    with pytest.raises(UserError, match=r"around\.awp: FreeAT makes its perturbation while it trains"):
+        config.parse(source)
+
+
+@pytest.mark.parametrize("eps", ["0.1", "{name: cosine, start: 0, end: 0.1}"])
+@pytest.mark.parametrize("head", sorted(HEADS))
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_every_objective_with_every_head_and_schedule_trains_and_is_measured(
+    name: str, head: str, eps: str, tmp_path: Path
+) -> None:
+    overrides = [f"objective={name}", f"head={head}", f"training.eps={eps}", *QUIET]
+    overrides += ["evaluation.attacks={PGD: {name: pgd, steps: 2}}", "validation.attack={name: pgd, steps: 2}"]
+    source, origin = config.read("digits-pgd-at", overrides)
+    found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
+    assert found is not None
+    assert found.total == 20
+    history = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in history
