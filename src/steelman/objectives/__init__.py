@@ -1,4 +1,4 @@
-"""Objectives by name. To add one: a file here, a line in OBJECTIVES, a line in tests/settings.py."""
+"""Objectives by name. To add one: a file here, a line in OBJECTIVES, a test of its formula in tests/test_methods.py."""
 
 from __future__ import annotations
 
