@@ -87,6 +87,11 @@ def robustness(values: list[float]) -> Any:
     return attack
 
 
+def as_if_attacked(model: nn.Module, batch: Batch) -> Outcome:
+    """Clean training that does not say that it has no adversary."""
+    return OBJECTIVES["standard"]()(model, batch)
+
+
 def test_the_scripted_attack_does_what_it_says(tmp_path: Path) -> None:
     """The two tests below rest on it."""
     trainer = plain_trainer(
@@ -114,6 +119,7 @@ def test_a_provoked_collapse(tmp_path: Path, on_collapse: Any, select: str, kept
     trainer = plain_trainer(
         tmp_path,
         net=a_net(dropout=0.0),
+        objective=as_if_attacked,
         train=some_data(48),
         training={"epochs": 6, "select": select},
         watch=Validation(size=24, samples=24, attack=robustness([0.5, 0.6, 0.75, 0.25, 0.3, 0.25])),
@@ -130,6 +136,7 @@ def test_a_provoked_collapse(tmp_path: Path, on_collapse: Any, select: str, kept
         again = plain_trainer(
             tmp_path,
             net=a_net(dropout=0.0),
+            objective=as_if_attacked,
             train=some_data(48),
             training={"epochs": 6, "select": select},
             guard=Guard(on_collapse=on_collapse),

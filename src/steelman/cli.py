@@ -101,7 +101,10 @@ def evaluate(
     target: Annotated[
         str, typer.Argument(help="A run's folder; or a model's name or package.module:factory, with --weights.")
     ],
-    data: Annotated[str | None, typer.Option(help="Dataset; by default the run's own. Its test set is used.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Dataset, such as mnist or folder:size=64; by default the run's own. Its test set is used."),
+    ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
     eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the run's own.")] = None,
@@ -119,6 +122,7 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the attacks' random starts.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json and report.html.")] = None,
 ) -> None:
     """Measure a model: accuracy with 95% intervals, clean, under each attack, and against eps.
@@ -141,6 +145,7 @@ def evaluate(
         samples=samples,
         batch_size=batch_size,
         seed=seed,
+        workers=workers,
         out=out,
         console=console,
     )

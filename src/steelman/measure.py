@@ -36,6 +36,7 @@ def measure(
     samples: int | None,
     batch_size: int,
     seed: int,
+    workers: int,
     out: Path | None,
     console: Console,
 ) -> Evaluation:
@@ -48,8 +49,11 @@ def measure(
         model, described = load_model(folder)
     if described and (weights or layout or options or head != "linear"):
         raise UserError("--weights, --layout, --head and --option are for a model given by name; a run has its own")
-    where = {"root": root} if root is not None else described.get("data", {}).get("options", {}) if not data else {}
-    name = data or described.get("data", {}).get("name")
+    if not folder.is_dir() and ("/" in target or (":" not in target and folder.suffix)):
+        raise UserError(f"no run at {target}; expected a run's folder, a model's name or package.module:factory")
+    own = described.get("data", {"name": None, "options": {}})
+    name, where = name_and_options(data) if data else (own["name"], {})
+    where = {**(own["options"] if name == own["name"] else {}), **where, **({"root": root} if root else {})}
     if name is None:
         raise UserError(
             f"--data: expected a dataset for a model given by name; choices: {', '.join(datasets.DATASETS)}"
@@ -76,6 +80,7 @@ def measure(
         samples=samples,
         batch_size=batch_size,
         seed=seed,
+        workers=workers,
         device=device,
         console=console,
     )
@@ -103,8 +108,6 @@ def _named(
     target: str, dataset: Any, head: str, options: dict[str, Any], weights: Path | None, layout: str | None
 ) -> nn.Module:
     """A model by registry name or import path, with weights from a file."""
-    if "/" in target or (":" not in target and Path(target).suffix):
-        raise UserError(f"no run at {target}; expected a run's folder, a model's name or package.module:factory")
     head_name, head_options = name_and_options(head)
     model = build_classifier(
         target,

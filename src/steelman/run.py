@@ -28,6 +28,7 @@ from steelman.evaluation.checks import check_contract
 from steelman.evaluation.harness import versions
 from steelman.files import write_atomic
 from steelman.models.classifier import build_classifier, load_state, load_weights
+from steelman.objectives import is_adversarial
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
 from steelman.training import Compute, Trained, Trainer
@@ -91,7 +92,7 @@ def prepare(folder: Path, source: Mapping[str, Any]) -> None:
     text = yaml.safe_dump(json.loads(json.dumps(source, default=_plain)), sort_keys=False)
     if (folder / "recipe.yaml").exists():
         done = (folder / "run.json").exists()
-        hint = "choose another --out, or delete it" if done else f"go on with: {resume_command(folder)}"
+        hint = "choose another --out, or delete it" if done else f"go on with: {resume_command(folder)}, or delete it"
         raise UserError(f"{folder} already holds a run; {hint}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,10 @@ def train(
     # What is wrong with the machine, the data or the model is said before a folder is made.
     fabric = make_fabric(recipe.compute)
     dataset = data.load(recipe.data.name, **recipe.data.options)
-    training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
+    try:
+        training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
+    except UserError as error:
+        raise UserError(f"validation.size: {error}") from None
     net = build_model(recipe, dataset.shape, dataset.num_classes)
     check_contract(net, training, recipe.threat, torch.device("cpu"))
     if not resume and _is_first_process():
@@ -162,7 +166,7 @@ def train(
         console.print(
             f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
         )
-    warning = blind(trained.history) if hasattr(recipe.objective, "attack") else None
+    warning = blind(trained.history) if is_adversarial(recipe.objective) else None
     if warning:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
     _export(recipe, folder, trained, dataset)

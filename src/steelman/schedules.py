@@ -193,7 +193,7 @@ _named = named("schedule", SCHEDULES)
 
 
 def _as_schedule(value: Any) -> float | Schedule:
-    plain = value if isinstance(value, bool) else number(value)
+    plain = number(value)
     if isinstance(plain, (int, float)) and not isinstance(plain, bool):
         if not math.isfinite(plain):
             raise UserError(f"expected a finite number or a schedule, got {value!r}")

@@ -28,8 +28,6 @@ def number(value: object) -> object:
     >>> number("8/255") == 8 / 255
     True
     """
-    if isinstance(value, bool):
-        raise UserError(f"expected a number, got {str(value).lower()}")
     if not isinstance(value, str):
         return value
     try:
@@ -42,8 +40,15 @@ def number(value: object) -> object:
         return value
 
 
-Number = Annotated[float, BeforeValidator(number), pydantic.Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(number), pydantic.Field(gt=0)]
+def _number_only(value: object) -> object:
+    """A boolean passes for 0 or 1 in Python; in a recipe it is a mistake."""
+    if isinstance(value, bool):
+        raise UserError(f"expected a number, got {str(value).lower()}")
+    return number(value)
+
+
+Number = Annotated[float, BeforeValidator(_number_only), pydantic.Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_number_only), pydantic.Field(gt=0)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

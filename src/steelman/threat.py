@@ -97,7 +97,7 @@ def _shrink_l1(a: Tensor, room: Tensor, eps: float) -> Tensor:
 class ThreatModel:
     """The set S(x) = {x' : ||x' - x||_p <= eps and low <= x' <= high}.
 
-    >>> threat = ThreatModel(norm="linf", eps="8/255")
+    >>> threat = ThreatModel(norm="linf", eps=8 / 255)
     >>> x = torch.full((1, 1, 2, 2), 0.5)
     >>> bool(threat.contains(threat.project(x + 1, x), x).all())
     True

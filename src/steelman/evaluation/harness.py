@@ -88,6 +88,7 @@ def evaluate(
     names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
     key, tallies = Key(seed), {label: _Tally() for label in ("clean", *attacks, "worst case")}
     examples: list[Example] = []
+    gallery = gallery if source.shape[0] in (1, 3) else 0  # there is no picture of other channels to show
     with _shown(console, f"evaluating {name}", total) as advance:
         for x, y, index in stream(source, batches(total, batch_size, None), None, workers):
             x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
@@ -120,7 +121,9 @@ def evaluate(
                 examples.append(shown.example(row, int(index[row]), int(y[row]), x[row], int(clean[row])))
             advance(len(x))
     tallies["worst case"].seconds = sum(tallies[label].seconds for label in attacks)
-    points = _curve(model, source, threat, min(total, CURVE_SAMPLES), batch_size, key, device) if curve else ()
+    first = min(total, CURVE_SAMPLES) if curve else 0
+    images = stream(source, batches(first, batch_size, None), None, workers)
+    points = _curve(model, images, threat, first, key, device) if curve else ()
     notes = [
         f"{label}: {tally.outside} points outside the threat model were not counted"
         for label, tally in tallies.items()
@@ -182,11 +185,16 @@ class _Shown:
 
 
 def _curve(
-    model: nn.Module, source: Source, threat: ThreatModel, n: int, batch_size: int, key: Key, device: torch.device
+    model: nn.Module,
+    images: Iterator[tuple[Tensor, Tensor, Tensor]],
+    threat: ThreatModel,
+    n: int,
+    key: Key,
+    device: torch.device,
 ) -> tuple[CurvePoint, ...]:
     """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger one: balls nest."""
     correct = dict.fromkeys((0.0, *CURVE_RATIOS), 0)
-    for x, y, index in stream(source, batches(n, batch_size, None), None):
+    for x, y, index in images:
         x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
         alive = predictions(model, x, "clean") == y
         correct[0.0] += int(alive.sum())

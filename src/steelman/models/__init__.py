@@ -21,7 +21,16 @@ from steelman.models.small import MLP, DigitsCNN, FastMNIST, LeNet, Linear, Smal
 from steelman.models.vgg import VGG16
 from steelman.models.wide_resnet import WideResNet
 
-# Depth and wiring are bound by position, so that they are no options of the entry; the width stays one.
+
+def _variant(
+    summary: str, family: Callable[..., Backbone], *wiring: object, **defaults: object
+) -> Callable[..., Backbone]:
+    """A family's member. Depth and wiring are bound by position, so that they are no options; the width stays one."""
+    made = partial(family, *wiring, **defaults)
+    made.summary = summary  # type: ignore[attr-defined]
+    return made
+
+
 MODELS: dict[str, Callable[..., Backbone]] = {
     "digits-cnn": DigitsCNN,
     "fastat-mnist": FastMNIST,
@@ -32,19 +41,23 @@ MODELS: dict[str, Callable[..., Backbone]] = {
     "pas-resnet18": partial(ResNet18, width=8),
     "pas-vgg16": partial(VGG16, width=8),
     "preact-resnet18": PreActResNet18,
-    "preact-resnet18-fastat": partial(PreActResNet18, "raw"),
+    "preact-resnet18-fastat": _variant(
+        "PreActResNet-18 whose shortcuts read the raw input, as FastAT has it.", PreActResNet18, "raw"
+    ),
     "resnet18": ResNet18,
-    "resnet50": partial(BottleneckResNet, (3, 4, 6, 3)),
-    "resnet152": partial(BottleneckResNet, (3, 8, 36, 3)),
+    "resnet50": _variant("ResNet-50 for ImageNet.", BottleneckResNet, (3, 4, 6, 3)),
+    "resnet152": _variant("ResNet-152 for ImageNet.", BottleneckResNet, (3, 8, 36, 3)),
     "smallcnn": SmallCNN,
     "vgg16": VGG16,
-    "wrn-28-8": partial(WideResNet, 28, width=8),
-    "wrn-28-10": partial(WideResNet, 28, width=10),
-    "wrn-34-10": partial(WideResNet, 34, width=10),
-    "wrn-34-20": partial(WideResNet, 34, width=20),
-    "wrn-40-8": partial(WideResNet, 40, width=8),
-    "wrn-50-2": partial(BottleneckResNet, (3, 4, 6, 3), 2),
-    "wrn-101-2": partial(BottleneckResNet, (3, 4, 23, 3), 2),
+    "wrn-28-8": _variant("Wide ResNet of depth 28, 8 times as wide, for small images.", WideResNet, 28, width=8),
+    "wrn-28-10": _variant("Wide ResNet of depth 28, 10 times as wide, for small images.", WideResNet, 28, width=10),
+    "wrn-34-10": _variant("Wide ResNet of depth 34, 10 times as wide, for small images.", WideResNet, 34, width=10),
+    "wrn-34-20": _variant("Wide ResNet of depth 34, 20 times as wide, for small images.", WideResNet, 34, width=20),
+    "wrn-40-8": _variant("Wide ResNet of depth 40, 8 times as wide, for small images.", WideResNet, 40, width=8),
+    "wrn-50-2": _variant("ResNet-50 with twice as wide bottlenecks, for ImageNet.", BottleneckResNet, (3, 4, 6, 3), 2),
+    "wrn-101-2": _variant(
+        "ResNet-101 with twice as wide bottlenecks, for ImageNet.", BottleneckResNet, (3, 4, 23, 3), 2
+    ),
 }
 
 __all__ = ["ACTIVATIONS", "MODELS", "PUBLISHED_LAYOUTS", "Backbone", "check_images"]

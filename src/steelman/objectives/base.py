@@ -76,11 +76,17 @@ class Outcome:
     after: Callable[[], None] | None = None
 
 
+def is_adversarial(objective: object) -> bool:
+    """Whether an objective trains against an attack."""
+    return bool(getattr(objective, "adversarial", True))
+
+
 @runtime_checkable
 class Objective(Protocol):
     """Settings that turn ``(model, batch)`` into a loss.
 
-    An objective with an attribute `replays` sees every batch that many times in a row.
+    An objective with an attribute `replays` sees every batch that many times in a row; one whose attribute
+    `adversarial` is False has no training attack, and so none to overfit to.
     """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
 from steelman.objectives.base import Batch, Outcome
@@ -11,6 +13,8 @@ from steelman.settings import settings
 @settings
 class Standard:
     """Cross-entropy on clean images: mean CE(f(x), y)."""
+
+    adversarial: ClassVar[bool] = False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = model(batch.x)

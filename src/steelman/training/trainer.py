@@ -9,19 +9,17 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning_fabric import Fabric
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman.attacks.base import logits_of, untouched
 from steelman.data.augment import Augmentation
 from steelman.data.source import Source, batches, stream
 from steelman.errors import TrainingInterruptedError, UserError, resume_command
 from steelman.models.classifier import load_weights
-from steelman.objectives import Batch, Objective
+from steelman.objectives import Batch, Objective, is_adversarial
 from steelman.rng import Key
 from steelman.schedules import value_at
 from steelman.threat import ThreatModel
@@ -38,32 +36,9 @@ from steelman.training.checkpoint import (
 from steelman.training.guard import StopRequest, collapse, poisoned, stagnation, stop_on_signals
 from steelman.training.processes import agree, gathered, share_buffers, sums
 from steelman.training.progress import Recorder
+from steelman.training.records import Progress, Trained
 from steelman.training.settings import Around, Compute, Guard, Training, Validation
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where a run is: everything that is not a tensor and that a resumed run must know."""
-
-    epoch: int = 0  # epochs finished
-    batch: int = 0  # batches of the current epoch done
-    step: int = 0
-    loss_sum: float = 0.0
-    correct: int = 0
-    count: int = 0
-    seconds: float = 0.0  # spent in the current epoch
-    best_step: int | None = None
-    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The weights a run keeps, from which epoch, and, when it ended early, why."""
-
-    state: dict[str, Tensor]
-    epoch: int
-    history: tuple[dict[str, Any], ...]
-    stopped: str | None = None
+from steelman.training.validation import score
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -262,19 +237,9 @@ class Trainer:
         if self.average is not None:
             net = copy.deepcopy(self.net)
             net.load_state_dict(self.average.values)
-        n = min(len(self.validation), self.watch.samples)
-        rank, world, device = self.fabric.global_rank, self.fabric.world_size, self.fabric.device
-        shares = [share for index in batches(n, 500, None) if len(share := index[rank::world])]
-        clean = robust = 0
-        for x, y, index in stream(self.validation, shares, None, self.compute.workers):
-            x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
-            x_adv = self.watch.attack(net, x, y, self.threat, index=index, key=self.key.fold("validation"))
-            with untouched(net), torch.no_grad():
-                right = logits_of(net, x).argmax(dim=1) == y
-                clean += int(right.sum())
-                robust += int((right & (logits_of(net, x_adv).argmax(dim=1) == y)).sum())
-        clean_sum, robust_sum = sums(self.fabric, clean, robust)
-        return clean_sum / n, robust_sum / n
+        return score(
+            net, self.validation, self.watch, self.threat, self.key.fold("validation"), self.fabric, self.compute
+        )
 
     def save(self) -> None:
         """Write a checkpoint of this very moment; on failure say what is safe and stop."""
@@ -359,7 +324,8 @@ class Trainer:
 
     def _reason_to_stop(self) -> str | None:
         history = self.progress.history
-        return collapse(history, self.guard) or stagnation(history, self.around.patience)
+        fallen = collapse(history, self.guard) if is_adversarial(self.objective) else None
+        return fallen or stagnation(history, self.around.patience)
 
     def _diverged(self, loss: float) -> str:
         progress = self.progress
