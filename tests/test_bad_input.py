@@ -348,10 +348,12 @@ def test_the_demo_replaces_an_earlier_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "demo" / "report.html").is_file()
     text = demo.explain(found)
     assert f"{found['standard'].score('clean').accuracy:.0%}" in text
-    overlap = "overlap, so this run does not settle" in text
+    overlap = "this run does not settle the difference" in text
     low = found["standard"].score("worst case").interval[1]
     separate = all(found[name].score("worst case").interval[0] > low for name in list(found)[1:])
     assert overlap != separate
+    one, two = (found[name].score("worst case").interval for name in list(found)[1:])
+    assert ("which of the robust ones is stronger" in text) == (one[0] <= two[1] and two[0] <= one[1])
 
 
 def test_a_wrong_type_is_no_internal_error() -> None:

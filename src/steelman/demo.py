@@ -69,10 +69,14 @@ def explain(found: dict[str, Evaluation]) -> str:
     reach = plain.score("worst case").interval[1]
     clear = all(ev.score("worst case").interval[0] > reach for _, ev in robust)
     text += (
-        "The 95% intervals do not overlap: training against the adversary, not luck, makes the difference. "
+        f"Their 95% intervals lie above that of the {label} network, so the difference is no accident of which images "
+        "were tested. "
         if clear
-        else "The 95% intervals overlap, so this run does not settle which is more robust. "
+        else f"Their 95% intervals overlap with that of the {label} network: this run does not settle the difference. "
     )
+    intervals = [ev.score("worst case").interval for _, ev in robust]
+    if max(low for low, _ in intervals) <= min(high for _, high in intervals):
+        text += "Among themselves they overlap: which of the robust ones is stronger, one seed does not settle. "
     if all(evaluation.curve[-1].correct == 0 for evaluation in everyone):
         text += "Accuracy against eps falls to zero as the radius grows, as it must for an attack that works. "
     return text + ("These are small images and a small network: the table shows the effect, not a published result.")
