@@ -13,6 +13,7 @@ ATTACK_SETTINGS: dict[str, dict[str, Any]] = {
     "bim": {"steps": 10},
     "pgd": {"steps": 20},
     "mim": {"steps": 10},
+    "adaptive": {"steps": 20},
 }
 
 # Attacks whose success on a linear model is exactly the closed form's.
@@ -21,6 +22,7 @@ EXACT_ATTACKS: dict[str, dict[str, Any]] = {
     "bim": {"steps": 8},
     "pgd": {"steps": 8, "step_size": 0.5},  # long steps: a start on the far side has the whole ball to cross
     "mim": {"steps": 8},
+    "adaptive": {"steps": 8, "step_size": 0.5},
 }
 
 # The same where pixels run into their bounds: one step cannot win back the radius it loses there, many can.
@@ -28,6 +30,7 @@ EXACT_ATTACKS_IN_BOX: dict[str, dict[str, Any]] = {
     "bim": {"steps": 40},
     "pgd": {"steps": 40},
     "mim": {"steps": 40},
+    "adaptive": {"steps": 40},
 }
 
 SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
@@ -38,6 +41,7 @@ SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
     "piecewise": {"points": [[0, 0.0], [0.4, 0.2], [1, 0.0]]},
     "cyclic": {"peak": 0.2},
     "resets": {"schedule": {"name": "linear", "start": 0.0, "end": 0.1}, "at": [0.5, 0.75]},
+    "warmup": {"schedule": 0.1, "until": 0.2},
 }
 
 HEAD_SETTINGS: dict[str, dict[str, Any]] = {

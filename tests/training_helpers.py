@@ -59,6 +59,13 @@ def a_net(head: str = "he", classes: int = 3, seed: int = 0, **options: Any) -> 
         return Classifier(Backbone(**options), build_head(head, options.get("features", 12), classes), SHAPE)
 
 
+class Helper(nn.Module):
+    """A model to learn from, in whatever precision it is asked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(k + 1) * torch.sin(x * (k + 1)).flatten(1).sum(dim=1) for k in range(3)], dim=1)
+
+
 def digits_net(dropout: float = 0.3) -> nn.Module:
     """For recipes, through an import path: batch norm and dropout on 8x8 digits."""
     return nn.Sequential(Backbone(32, dropout, 64), nn.Linear(32, 10))
@@ -114,6 +121,7 @@ def a_trainer(folder: Path, *, loud: Console | None = None, **changes: Any) -> T
         "console": loud or Console(file=io.StringIO(), width=500),
         "folder": folder,
         "fingerprint": "this recipe",
+        "helper": Helper(),
         **changes,
     }
     given.setdefault("fabric", Fabric(accelerator="cpu", devices=1, precision=given["compute"].precision))
@@ -176,6 +184,7 @@ def a_batch(net: nn.Module, n: int = 6, *, eps: float = 0.1, ratio: float = 1.0,
         "key": Key(3).fold("attack", 11),
         "net": net,
         "carry": {},
+        "helper": Helper(),
         **changes,
     }
     return Batch(**given)

@@ -21,7 +21,7 @@ from steelman.evaluation import DEFAULT_ATTACKS
 from steelman.evaluation.harness import RESERVED
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
-from steelman.objectives import OBJECTIVES, Objective
+from steelman.objectives import OBJECTIVES, Objective, objections
 from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
@@ -183,10 +183,18 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
         raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {eps}")
     if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps * (1 + 1e-9):
         raise UserError(f"{origin}:\n  training.eps: expected to end at or below threat.eps, {eps:g}, got {last:g}")
-    if recipe.around.awp is not None and hasattr(recipe.objective, "replays"):
+    clashes = objections(
+        recipe.objective,
+        compiled=recipe.compute.compile,
+        awp=recipe.around.awp is not None,
+        auxiliary_norm=recipe.around.auxiliary_norm is not None,
+    )
+    if clashes:
+        raise UserError(f"{origin}:\n" + "\n".join(f"  {key}: {reason}" for key, reason in clashes))
+    if getattr(recipe.objective, "helper", Path()) is None:
         raise UserError(
-            f"{origin}:\n  around.awp: {type(recipe.objective).__name__} makes its perturbation while it trains, so "
-            "there are no adversarial images to take the loss on a second time"
+            f"{origin}:\n  objective.helper: expected the folder of a finished run, whose model "
+            f"{type(recipe.objective).__name__} learns from, got none"
         )
     if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
         raise UserError(

@@ -9,11 +9,12 @@ the modified m-HE, whose logits are angles.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from steelman.settings import make
 
 # d arccos(c)/dc diverges at |c| = 1; this is the clamp that keeps it finite.
 ANGLE_GUARD = 1e-6
+
+WNMode = Literal["autograd", "project"]
 
 
 def _finite(value: object, kind: type = numbers.Real) -> bool:
@@ -38,6 +41,10 @@ class Head(nn.Module):
     HE:      s cos(theta) = s W~ z~      m-HE:  -s theta          (~ means divided by the l2 norm)
 
     The training margin m lowers the true class: s (cos theta - m 1_y), or s (-theta - m 1_y).
+
+    `wn_mode` is how normalised weights are learned: "autograd" differentiates through the division by the norm;
+    "project" takes the gradient at the normalised weights as if they were free, and divides by the norm again after
+    each step of the optimiser, as the papers' code does.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Head(nn.Module):
         scale: float = 1.0,
         margin: float = 0.0,
         zero_init: bool = False,
+        wn_mode: WNMode = "autograd",
     ) -> None:
         super().__init__()
         if not (_finite(num_classes, numbers.Integral) and num_classes >= 2):
@@ -60,13 +68,15 @@ class Head(nn.Module):
             raise UserError(f"head scale: expected a number above 0, got {scale!r}")
         if not (_finite(margin) and margin >= 0):
             raise UserError(f"head margin: expected a number of at least 0, got {margin!r}")
+        if wn_mode not in get_args(WNMode):
+            raise UserError(f"wn_mode: expected one of {', '.join(get_args(WNMode))}, got {wn_mode!r}")
         if zero_init and normalise_weights:
             raise UserError(
                 "zero_init: a zero weight has no direction, so a head that normalises weights cannot use it"
             )
         self.features, self.num_classes = features, num_classes
         self.normalise_features, self.normalise_weights, self.angular = normalise_features, normalise_weights, angular
-        self.scale, self.margin = scale, margin
+        self.scale, self.margin, self.wn_mode = scale, margin, wn_mode
         self.weight = nn.Parameter(torch.empty(num_classes, features))
         self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
         if zero_init:
@@ -75,11 +85,26 @@ class Head(nn.Module):
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
             if self.bias is not None and features:
                 nn.init.uniform_(self.bias, -1 / math.sqrt(features), 1 / math.sqrt(features))
+        self.project()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """In "project" mode, put the weights back on the sphere."""
+        if self.normalise_weights and self.wn_mode == "project":
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+
+    def direction(self) -> Tensor:
+        """The weights as the product uses them."""
+        if not self.normalise_weights:
+            return self.weight
+        unit = F.normalize(self.weight, dim=1)
+        # Where an average or a perturbation took the weights off the sphere the value is right all the same.
+        return unit if self.wn_mode == "autograd" else self.weight + (unit - self.weight).detach()
 
     def forward(self, z: Tensor) -> Tensor:
         if self.normalise_features:
             z = F.normalize(z, dim=1)
-        weight = F.normalize(self.weight, dim=1) if self.normalise_weights else self.weight
+        weight = self.direction()
         out = F.linear(z, weight)
         if self.angular:
             # In float32 even under autocast: near the clamp, half precision has no angles left.
@@ -113,22 +138,28 @@ def fn(features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0
     return Head(features, num_classes, normalise_features=True, bias=bias, scale=scale, margin=margin)
 
 
-def wn(features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0.0) -> Head:
+def wn(
+    features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0.0, wn_mode: WNMode = "autograd"
+) -> Head:
     """s W~ z: normalised weights only. Features keep their length, so scale 1 is the sane default."""
-    return Head(features, num_classes, normalise_weights=True, bias=False, scale=scale, margin=margin)
+    return Head(features, num_classes, normalise_weights=True, bias=False, scale=scale, margin=margin, wn_mode=wn_mode)
 
 
 _hypersphere = partial(Head, normalise_features=True, normalise_weights=True, bias=False)
 
 
-def he(features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.2) -> Head:
+def he(
+    features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.2, wn_mode: WNMode = "autograd"
+) -> Head:
     """s cos(theta): hypersphere embedding, with the margin m in the training loss (Pang et al., 2020, Eq. 6)."""
-    return _hypersphere(features, num_classes, scale=scale, margin=margin)
+    return _hypersphere(features, num_classes, scale=scale, margin=margin, wn_mode=wn_mode)
 
 
-def mhe(features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.1) -> Head:
+def mhe(
+    features: int, num_classes: int, *, scale: float = 15.0, margin: float = 0.1, wn_mode: WNMode = "autograd"
+) -> Head:
     """-s theta: hypersphere embedding on angles instead of cosines (Pang et al., 2020, m-HE)."""
-    return _hypersphere(features, num_classes, angular=True, scale=scale, margin=margin)
+    return _hypersphere(features, num_classes, angular=True, scale=scale, margin=margin, wn_mode=wn_mode)
 
 
 HEADS: dict[str, Callable[..., Head]] = {"linear": linear, "fn": fn, "wn": wn, "he": he, "m-he": mhe}
@@ -151,6 +182,38 @@ def with_margin(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
     """A model's logits as a training loss sees them: with its head's margin, if it has one, on the true class."""
     head = head_of(model)
     return logits if head is None else head.with_margin(logits, y)
+
+
+def last_layer(model: nn.Module) -> Head | nn.Linear:
+    """What turns a model's features into logits: its steelman head, or else the last linear layer it defines."""
+    head = head_of(model)
+    if head is not None:
+        return head
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        raise UserError(
+            f"expected a model whose logits come from a linear layer or a steelman head, got {type(model).__name__} "
+            "without either"
+        )
+    return layers[-1]
+
+
+@contextlib.contextmanager
+def features_of(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, each forward of the model, however it is wrapped, adds the features that entered its last layer.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> with features_of(net) as seen:
+    ...     logits = net(torch.rand(2, 1, 2, 2))
+    >>> seen[0].shape
+    torch.Size([2, 8])
+    """
+    seen: list[Tensor] = []
+    handle = last_layer(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **options: Any) -> nn.Module:

@@ -27,7 +27,8 @@ from steelman.evaluation import Evaluation, evaluate
 from steelman.evaluation.checks import check_contract
 from steelman.evaluation.harness import versions
 from steelman.files import write_atomic
-from steelman.models.classifier import build_classifier, load_state, load_weights
+from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
+from steelman.models.norms import route, split_norms
 from steelman.objectives import is_adversarial
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
@@ -52,6 +53,26 @@ def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -
         )
     if recipe.model.weights is not None:
         load_weights(model, load_state(recipe.model.weights), str(recipe.model.weights))
+    if recipe.around.auxiliary_norm is not None:
+        split_norms(model)
+    return model
+
+
+def _helper(recipe: Recipe, dataset: data.Dataset) -> nn.Module | None:
+    """The model that the objective learns from, if it names one."""
+    folder: Path | None = getattr(recipe.objective, "helper", None)
+    if folder is None:
+        return None
+    try:
+        model, record = load_model(folder)
+    except UserError as error:
+        raise UserError(f"objective.helper: {error}") from None
+    found = (tuple(record["input_shape"]), list(record["classes"]))
+    if found != (dataset.shape, list(dataset.classes)):
+        raise UserError(
+            f"objective.helper: the model in {folder} is for images of shape {found[0]} and {len(found[1])} classes; "
+            f"expected the classes of {dataset.name}, {dataset.num_classes}, and images of {dataset.shape}"
+        )
     return model
 
 
@@ -127,6 +148,7 @@ def train(
     except UserError as error:
         raise UserError(f"validation.size: {error}") from None
     net = build_model(recipe, dataset.shape, dataset.num_classes)
+    helper = _helper(recipe, dataset)
     check_contract(net, training, recipe.threat, torch.device("cpu"))
     if not resume and _is_first_process():
         prepare(folder, source)
@@ -151,6 +173,7 @@ def train(
         folder=folder,
         console=console if fabric.is_global_zero else Console(quiet=True),
         fingerprint=fingerprint(source),
+        helper=helper,
     )
     started = time.monotonic()
     try:
@@ -228,6 +251,8 @@ def _export(recipe: Recipe, folder: Path, trained: Trained, dataset: data.Datase
         "data": {"name": recipe.data.name, "options": {k: str(v) for k, v in recipe.data.options.items()}},
         "threat": dataclasses.asdict(recipe.threat),
         "epoch": trained.epoch,
+        "auxiliary_norm": recipe.around.auxiliary_norm,
+        "members": trained.members,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     write_atomic(folder / "model.safetensors", content)
@@ -249,16 +274,24 @@ def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
     if hashlib.sha256(content).hexdigest() != checksum:
         raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
-    model = build_classifier(
-        spec["name"],
-        input_shape=tuple(record["input_shape"]),
-        num_classes=len(record["classes"]),
-        head=head["name"],
-        head_options=head["options"],
-        mean=spec["mean"],
-        std=spec["std"],
-        **spec["options"],
-    )
+    branch, members = record.get("auxiliary_norm"), record.get("members")
+
+    def one() -> nn.Module:
+        built = build_classifier(
+            spec["name"],
+            input_shape=tuple(record["input_shape"]),
+            num_classes=len(record["classes"]),
+            head=head["name"],
+            head_options=head["options"],
+            mean=spec["mean"],
+            std=spec["std"],
+            **spec["options"],
+        )
+        return split_norms(built) if branch else built
+
+    model = Ensemble([one() for _ in range(members)]) if members else one()
+    if branch:
+        route(model, branch)
     state: dict[str, Tensor] = load_state(path)
     load_weights(model, state, str(path))
     return model.eval(), record

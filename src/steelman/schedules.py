@@ -179,6 +179,21 @@ class Resets:
         return value_at(self.schedule, (progress - start) / (end - start))
 
 
+@settings
+class Warmup:
+    """Another schedule (or a number), multiplied by progress / `until` up to there.
+
+    >>> Warmup(schedule=0.1, until=0.5)(0.25)
+    0.05
+    """
+
+    schedule: Annotated[Any, BeforeValidator(lambda value: _as_schedule(value))]  # noqa: PLW0108 - defined below
+    until: Annotated[Number, Field(gt=0, le=1)] = 0.05
+
+    def __call__(self, progress: float) -> float:
+        return value_at(self.schedule, progress) * min(progress / self.until, 1.0)
+
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "constant": Constant,
     "linear": Linear,
@@ -187,6 +202,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "piecewise": Piecewise,
     "cyclic": Cyclic,
     "resets": Resets,
+    "warmup": Warmup,
 }
 
 _named = named("schedule", SCHEDULES)

@@ -21,6 +21,7 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
     "bim": _fixed("Iterated FGSM from the clean image (Kurakin et al., 2017).", steps=10, start="zero"),
     "pgd": PGD,
     "mim": _fixed("BIM with momentum (Dong et al., 2018).", steps=20, start="zero", momentum=1.0),
+    "adaptive": _fixed("PGD on the training loss, the head's margin included (Pang et al., 2020).", head_margin=True),
 }
 
 __all__ = ["ATTACKS", "PGD", "Attack", "untouched"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
 from steelman.errors import UserError, unknown
+from steelman.heads import head_of
 from steelman.losses import LOSSES, adversarial_loss
 from steelman.rng import Key
 from steelman.settings import Count, Number, SettingsError, settings
@@ -35,7 +36,9 @@ class PGD:
     uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, or zero; `keep`
     "best" returns each sample's first success, or else its point of highest loss, and drops fallen samples from the
     loop, while "last" returns the last point, as a training attack wants it; `mode` is the mode the model is attacked
-    in (its batch-norm statistics never move).
+    in (its batch-norm statistics never move). `head_scale` False divides logits by the head's scale before the loss, as
+    the published evaluation of hypersphere embedding did, and is a weaker attack for it; `head_margin` True climbs the
+    training loss, margin included: the adaptive attack.
 
     Madry et al. (2018), Eq. (2); Dong et al. (2018), "Boosting Adversarial Attacks with Momentum", Eq. (6).
 
@@ -55,6 +58,8 @@ class PGD:
     momentum: Annotated[Number, Field(ge=0)] = 0.0
     keep: Literal["best", "last"] = "best"
     mode: Mode = "eval"
+    head_scale: bool = True
+    head_margin: bool = False
 
     @model_validator(mode="after")
     def _sensible(self) -> PGD:
@@ -62,6 +67,8 @@ class PGD:
             raise SettingsError([(("loss",), str(unknown("loss", self.loss, LOSSES)))])
         if self.start == "zero" and LOSSES[self.loss].needs == "reference":
             raise UserError(f"loss {self.loss!r} is flat at the clean image: start 'zero' would never leave it")
+        if self.head_margin and LOSSES[self.loss].needs == "reference":
+            raise UserError(f"loss {self.loss!r} has no true class for a head's margin to lower")
         if self.start == "ball" and self.keep != "last":
             raise UserError("start 'ball' may leave the valid range, so it is for training attacks (keep 'last') alone")
         if self.start == "zero" and self.restarts > 1:
@@ -130,6 +137,7 @@ class _Problem:
         self, attack: PGD, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, target: Tensor | None
     ) -> None:
         self.attack, self.model, self.x, self.y, self.threat = attack, model, x, y, threat
+        self.head = None if attack.head_scale and not attack.head_margin else head_of(model)
         self.targeted = target is not None
         self.target = target
         self.reference: Tensor | None = None
@@ -145,8 +153,17 @@ class _Problem:
         """Logits and losses of the given rows."""
         logits = logits_of(self.model, x_adv)
         target = None if self.target is None else self.target[rows]
-        reference = None if self.reference is None else self.reference[rows]
-        return logits, adversarial_loss(self.attack.loss, logits, self.y[rows], target=target, reference=reference)
+        reference = None if self.reference is None else self.seen(self.reference[rows], rows)
+        seen = self.seen(logits, rows)
+        return logits, adversarial_loss(self.attack.loss, seen, self.y[rows], target=target, reference=reference)
+
+    def seen(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
+        """Logits as the loss sees them."""
+        if self.head is None:
+            return logits
+        if self.attack.head_margin:
+            logits = self.head.with_margin(logits, self.y[rows])
+        return logits if self.attack.head_scale else logits / self.head.scale
 
     def direction(self, gradient: Tensor, velocity: Tensor | None) -> Tensor:
         """The gradient, or its accumulated, normalised form under momentum."""

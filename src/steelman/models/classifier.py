@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,18 @@ class Classifier(nn.Module):
         check_images(x, self.input_shape)
         logits: Tensor = self.head(self.backbone((x - self.mean) / self.std))
         return logits
+
+
+class Ensemble(nn.Module):
+    """log of the mean of the members' softmax: one model to predict with, to measure and to attack."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([member(x).log_softmax(dim=1) for member in self.members])
+        return rows.logsumexp(dim=0) - math.log(len(self.members))
 
 
 def build_classifier(

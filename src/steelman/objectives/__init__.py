@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steelman.objectives.alp import ALP
-from steelman.objectives.base import Batch, Objective, Outcome, is_adversarial
+from steelman.objectives.base import Batch, Objective, Outcome, forwards_of, is_adversarial, objections
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.free_at import FreeAT
 from steelman.objectives.mart import MART
@@ -23,4 +23,4 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "fast-at": FastAT,
 }
 
-__all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "is_adversarial"]
+__all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "forwards_of", "is_adversarial", "objections"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD, Attack
 from steelman.heads import head_of
+from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 
@@ -25,13 +26,14 @@ class ALP:
     Kannan et al. (2018), "Adversarial Logit Pairing", section 4; Pang et al. (2020), Table 1.
     """
 
+    forwards: ClassVar[tuple[Branch, ...]] = ("clean", "adversarial")
     weight: Annotated[Number, Field(ge=0)] = 0.5
     pair: Literal["mse", "norm"] = "mse"
     attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last")
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), model(x_adv)
+        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
         both = (batch.cross_entropy(model, clean) + batch.cross_entropy(model, adversarial)) / 2
         loss = (both + self.weight * self.distance(model, clean, adversarial)).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)

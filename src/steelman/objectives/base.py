@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.heads import with_margin
+from steelman.models.norms import Branch, routed
 from steelman.rng import Key
 from steelman.settings import named
 from steelman.threat import ThreatModel
@@ -33,8 +34,10 @@ class Batch:
 
     `threat` has the radius scheduled for this step, `ratio` is that radius over the target one (step sizes follow it);
     `net` is the bare module an inner attack works on, while the model an objective is called with may be wrapped for
-    several processes; `carry` is what an objective keeps from batch to batch, and is saved in checkpoints. `smoothing`
-    is the label smoothing of the training loss. `x_adv`, when given, are the adversarial images to use: weight
+    several processes; `carry` is what an objective keeps from batch to batch, and is saved in checkpoints; it may be
+    changed in ``Outcome.after`` alone, for weight perturbation takes the loss twice a step. `smoothing` is the label
+    smoothing of the training loss, `progress` the share of the run that is done, `helper` the other model that an
+    objective with a setting of that name learns from. `x_adv`, when given, are the adversarial images to use: weight
     perturbation trains a second time on the same ones.
     """
 
@@ -47,6 +50,8 @@ class Batch:
     net: nn.Module
     carry: dict[str, Tensor]
     smoothing: float = 0.0
+    progress: float = 0.0
+    helper: nn.Module | None = None
     x_adv: Tensor | None = None
 
     def attacked(self, attack: Attack) -> Tensor:
@@ -56,7 +61,14 @@ class Batch:
         if self.threat.eps == 0:  # a schedule may start there: there is nothing to attack yet
             return self.x
         scaled = attack.at(self.ratio) if isinstance(attack, PGD) else attack
-        return scaled(self.net, self.x, self.y, self.threat, index=self.index, key=self.key)
+        with routed(self.net, "adversarial"):
+            return scaled(self.net, self.x, self.y, self.threat, index=self.index, key=self.key)
+
+    def adversarial(self, model: nn.Module, x_adv: Tensor) -> Tensor:
+        """The model's logits of adversarial images: through the auxiliary batch norms, if it has them."""
+        with routed(self.net, "adversarial"):
+            logits: Tensor = model(x_adv)
+        return logits
 
     def cross_entropy(self, model: nn.Module, logits: Tensor) -> Tensor:
         """The training cross-entropy of each sample: with the head's margin and the label smoothing."""
@@ -76,17 +88,45 @@ class Outcome:
     after: Callable[[], None] | None = None
 
 
+@runtime_checkable
+class Objective(Protocol):
+    """Settings that turn ``(model, batch)`` into a loss.
+
+    Class attributes say what the rest must know of it, where it differs from the usual:
+    `forwards`: the forwards in train mode, in order; these, and nothing else, move batch-norm statistics.
+    `adversarial`: False for one that has no training attack, and so none to overfit to.
+    `eager`: why it cannot run compiled. `single_pass`: why its loss cannot be taken twice on the same images, as
+    weight perturbation does. `replays`: how often in a row it sees each batch.
+    """
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...
+
+
 def is_adversarial(objective: object) -> bool:
     """Whether an objective trains against an attack."""
     return bool(getattr(objective, "adversarial", True))
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """Settings that turn ``(model, batch)`` into a loss.
+def forwards_of(objective: object) -> tuple[Branch, ...]:
+    """The forwards in train mode that an objective makes of each batch."""
+    forwards: tuple[Branch, ...] = getattr(objective, "forwards", ("adversarial",))
+    return forwards
 
-    An objective with an attribute `replays` sees every batch that many times in a row; one whose attribute
-    `adversarial` is False has no training attack, and so none to overfit to.
-    """
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...
+def objections(objective: object, *, compiled: bool, awp: bool, auxiliary_norm: bool) -> list[tuple[str, str]]:
+    """What an objective cannot be combined with, as (key of the recipe, reason)."""
+    name, found = type(objective).__name__, []
+    if compiled and (reason := getattr(objective, "eager", "")):
+        found.append(("compute.compile", f"{name} {reason}"))
+    if awp and (reason := getattr(objective, "single_pass", "")):
+        found.append(("around.awp", f"{name} {reason}"))
+    if auxiliary_norm and len(set(forwards_of(objective))) < 2:
+        only = forwards_of(objective)[0]
+        found.append(
+            (
+                "around.auxiliary_norm",
+                f"{name} trains on {only} batches alone, so there are no two kinds to normalise apart; expected an "
+                "objective with a clean and an adversarial forward, such as trades",
+            )
+        )
+    return found

@@ -34,5 +34,5 @@ class FastAT:
         x_adv = batch.x_adv
         if x_adv is None:
             x_adv = one_step(batch.net, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
-        logits = model(x_adv)
+        logits = batch.adversarial(model, x_adv)
         return Outcome(loss=batch.cross_entropy(model, logits).mean(), logits=logits.detach(), x_adv=x_adv)

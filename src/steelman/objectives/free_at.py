@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -24,6 +24,9 @@ class FreeAT:
     Shafahi et al. (2019), "Adversarial Training for Free!", Algorithm 1.
     """
 
+    single_pass: ClassVar[str] = (
+        "makes its perturbation while it trains, so there are no adversarial images to take the loss on a second time"
+    )
     replays: Count = 8
     step: Annotated[Number, Field(gt=0)] = 1.0
 
@@ -32,7 +35,7 @@ class FreeAT:
         carried = batch.carry.get("delta", x[:0])
         carried = torch.cat((carried, torch.zeros_like(x[len(carried) :])))  # rows no batch has had yet start at zero
         x_adv = threat.project(x + carried[: len(x)].to(x.dtype), x).requires_grad_(True)
-        logits = model(x_adv)
+        logits = batch.adversarial(model, x_adv)
 
         def after() -> None:
             """Move delta by the gradient that the weights' backward left on the images."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD, Attack
 from steelman.losses import kl
+from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 
@@ -27,12 +28,13 @@ class MART:
     Wang et al. (2020), "Improving Adversarial Robustness Requires Revisiting Misclassified Examples", Eq. (11).
     """
 
+    forwards: ClassVar[tuple[Branch, ...]] = ("clean", "adversarial")
     beta: Annotated[Number, Field(ge=0)] = 6.0
     attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last", start="gaussian")
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), model(x_adv)
+        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
         boosted = batch.cross_entropy(model, adversarial) + runner_up(adversarial, batch.y)
         right = clean.softmax(dim=1).gather(1, batch.y[:, None])[:, 0]
         loss = (boosted + self.beta * kl(adversarial, clean) * (WEIGHT_LIFT - right)).mean()

@@ -25,5 +25,5 @@ class PGDAT:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        logits = model(x_adv)
+        logits = batch.adversarial(model, x_adv)
         return Outcome(loss=batch.cross_entropy(model, logits).mean(), logits=logits.detach(), x_adv=x_adv)

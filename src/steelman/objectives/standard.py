@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome
 from steelman.settings import settings
 
@@ -14,6 +15,7 @@ from steelman.settings import settings
 class Standard:
     """Cross-entropy on clean images: mean CE(f(x), y)."""
 
+    forwards: ClassVar[tuple[Branch, ...]] = ("clean",)
     adversarial: ClassVar[bool] = False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:

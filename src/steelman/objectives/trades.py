@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import nn
 
 from steelman.attacks import PGD, Attack
 from steelman.losses import kl
+from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 
@@ -24,6 +25,7 @@ class TRADES:
     1/lambda = 6 for what is beta here.
     """
 
+    forwards: ClassVar[tuple[Branch, ...]] = ("clean", "adversarial")
     beta: Annotated[Number, Field(ge=0)] = 6.0
     attack: Annotated[Attack, inner(loss="kl", start="gaussian")] = PGD(
         steps=10, keep="last", loss="kl", start="gaussian"
@@ -31,6 +33,6 @@ class TRADES:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), model(x_adv)
+        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
         loss = (batch.cross_entropy(model, clean) + self.beta * kl(adversarial, clean)).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)

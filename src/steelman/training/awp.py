@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import torch
@@ -9,9 +10,12 @@ from lightning_fabric import Fabric
 from pydantic import Field
 from torch import Tensor, nn
 
+from steelman.objectives import Batch, Objective
 from steelman.settings import Number, settings
 
 TINY = 1e-20
+
+Shifted = tuple[Batch, dict[str, Tensor]]
 
 
 @settings
@@ -27,6 +31,19 @@ class AWP:
 
     gamma: Annotated[Number, Field(ge=0)] = 0.005
     start: Annotated[Number, Field(ge=0, le=1)] = 0.0
+
+    def shifted(self, objective: Objective, model: nn.Module, batch: Batch, fabric: Fabric) -> Shifted:
+        """Move the weights to where the loss is to be taken; the batch to take it on, and the move."""
+        net = batch.net
+        buffers = [buffer.clone() for buffer in net.buffers()]
+        devices = [fabric.device] if fabric.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # both passes drop the same units
+            outcome = objective(model, batch)
+        step = self.direction(net, outcome.loss, fabric)
+        for buffer, before in zip(net.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        shift(net, step, 1)
+        return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
     def direction(self, net: nn.Module, loss: Tensor, fabric: Fabric | None = None) -> dict[str, Tensor]:
         """gamma v for each weight that takes part."""

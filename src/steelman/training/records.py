@@ -25,9 +25,13 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The weights a run keeps, from which epoch, and, when it ended early, why."""
+    """The weights a run keeps, from which epoch, and, when it ended early, why.
+
+    Of an ensemble, `state` has the weights of all `members`, each under ``members.i.``.
+    """
 
     state: dict[str, Tensor]
     epoch: int
     history: tuple[dict[str, Any], ...]
     stopped: str | None = None
+    members: int | None = None

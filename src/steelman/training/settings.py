@@ -10,7 +10,8 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
-from steelman.schedules import Scheduled, value_at
+from steelman.models.norms import Branch
+from steelman.schedules import Resets, Scheduled, value_at
 from steelman.settings import Count, Number, SettingsError, named, settings
 from steelman.training.awp import AWP
 
@@ -111,13 +112,15 @@ class Around:
 
     `label_smoothing` spreads that share of the label over all classes, in every cross-entropy of the training loss;
     `clip` bounds the norm of the whole gradient; `awp` perturbs the weights; `patience` stops after that many epochs
-    without a better validation robustness.
+    without a better validation robustness. `auxiliary_norm` normalises clean and adversarial batches apart, and names
+    the batch norms the finished model predicts with.
     """
 
     label_smoothing: Decay = 0.0
     clip: Annotated[Number, Field(gt=0)] | None = None
     awp: AWP | None = None
     patience: Count | None = None
+    auxiliary_norm: Branch | None = None
 
 
 @settings
@@ -125,7 +128,10 @@ class Training:
     """One run of the loop. `eps` None means the threat's radius throughout; a schedule must end at or below it.
 
     `ema` is the decay of an exponential average of the weights (None: no average), which is then what is validated and
-    kept. `select` keeps the epoch with the best validation robustness, or the last.
+    kept. `select` keeps the epoch with the best validation robustness, the last, or the last of each cycle: the cycles
+    are those of the learning rate's (or the radius's) ``resets``, and the kept model is the ensemble of their ends.
+    `eps_per` "epoch" holds the scheduled radius for an epoch, as Periodic Adversarial Scheduling does; "step" moves it
+    with every step.
     """
 
     epochs: Count = 10
@@ -133,8 +139,9 @@ class Training:
     optimizer: Annotated[Optimizer, named("optimizer", OPTIMIZERS)] = SGD()
     lr: Scheduled = 0.1
     eps: Scheduled | None = None
+    eps_per: Literal["step", "epoch"] = "step"
     ema: Decay | None = None
-    select: Literal["best", "last"] = "best"
+    select: Literal["best", "last", "cycles"] = "best"
     save_minutes: Annotated[Number, Field(gt=0)] = 5.0
     seed: int = 0
 
@@ -144,4 +151,19 @@ class Training:
             lowest = 0.0 if value is None else min(value_at(value, percent / 100) for percent in range(101))
             if lowest < 0:
                 raise SettingsError([((name,), f"expected at least 0 throughout the run, got {lowest:g}")])
+        if self.select == "cycles":
+            self.cycle_ends()
         return self
+
+    def cycle_ends(self) -> list[int]:
+        """The epochs, counted from 1, that end a cycle; each must be a whole one."""
+        schedule = next((one for one in (self.lr, self.eps) if isinstance(one, Resets)), None)
+        if schedule is None:
+            raise SettingsError(
+                [(("select",), "cycles are those of a schedule with resets, and neither lr nor eps is")]
+            )
+        ends = [share * self.epochs for share in (*schedule.at, 1.0)]
+        if any(abs(end - round(end)) > 1e-6 or round(end) < 1 for end in ends):
+            shown = ", ".join(f"{end:g}" for end in ends)
+            raise SettingsError([(("select",), f"cycles must end with an epoch; of {self.epochs} they end at {shown}")])
+        return [round(end) for end in ends]

@@ -18,22 +18,18 @@ from torch import Tensor, nn
 from steelman.data.augment import Augmentation
 from steelman.data.source import Source, batches, stream
 from steelman.errors import TrainingInterruptedError, UserError, resume_command
+from steelman.heads import Head
 from steelman.models.classifier import load_weights
+from steelman.models.norms import routed
 from steelman.objectives import Batch, Objective, is_adversarial
 from steelman.rng import Key
 from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
 from steelman.training.awp import shift
-from steelman.training.checkpoint import (
-    checkpoint_path,
-    checkpoints,
-    load_checkpoint,
-    load_newest,
-    prune,
-    save_checkpoint,
-)
+from steelman.training.checkpoint import checkpoint_path, checkpoints, load_newest, prune, save_checkpoint
 from steelman.training.guard import StopRequest, collapse, poisoned, stagnation, stop_on_signals
+from steelman.training.keeping import keep, steps_to_keep
 from steelman.training.processes import agree, gathered, share_buffers, sums
 from steelman.training.progress import Recorder
 from steelman.training.records import Progress, Trained
@@ -45,7 +41,8 @@ from steelman.training.validation import score
 class Trainer:
     """Trains `net` on `train`, watches it on `validation`, and keeps everything in `folder`.
 
-    `fingerprint` names the recipe: a checkpoint of another recipe is refused.
+    `fingerprint` names the recipe: a checkpoint of another recipe is refused. `helper` is the model that some
+    objectives learn from beside the labels.
     """
 
     net: nn.Module
@@ -63,6 +60,7 @@ class Trainer:
     folder: Path
     console: Console
     fingerprint: str = ""
+    helper: nn.Module | None = None
 
     def __post_init__(self) -> None:
         self.key = Key(self.training.seed)
@@ -82,6 +80,8 @@ class Trainer:
         # The inner attack runs on the bare module: it needs no gradient exchange between processes.
         self.attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
         self.model, self.optimizer = self.fabric.setup(self.attacked, optimizer)
+        if self.helper is not None:
+            self.helper = self.helper.to(self.fabric.device).eval().requires_grad_(False)
         self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
 
     def fit(self, resume: bool = False) -> Trained:
@@ -119,7 +119,14 @@ class Trainer:
         finally:
             if self.recorder is not None:
                 self.recorder.close()
-        return self.kept(stopped)
+        return keep(
+            self.folder,
+            progress,
+            self.training,
+            stopped=stopped,
+            rollback=self.guard.on_collapse == "rollback",
+            console=self.console,
+        )
 
     def batches_left(self, request: StopRequest) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The rest of the current epoch's batches, this process's share of each."""
@@ -144,7 +151,8 @@ class Trainer:
         progress, device = self.progress, self.fabric.device
         share = progress.step / self.total
         lr = value_at(self.training.lr, share)
-        eps = self.threat.eps if self.training.eps is None else value_at(self.training.eps, share)
+        at = share if self.training.eps_per == "step" else progress.epoch / self.training.epochs
+        eps = self.threat.eps if self.training.eps is None else value_at(self.training.eps, at)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         x, y, index = x.to(device), y.to(device), index.to(device)
@@ -161,17 +169,22 @@ class Trainer:
             net=self.attacked,
             carry=self.carry,
             smoothing=self.around.label_smoothing,
+            progress=share,
+            helper=self.helper,
         )
         self.model.train()
+        awp = self.around.awp
         with self.fabric.autocast():
-            shifted = self._shift_weights(batch, share)
+            shifted = (
+                awp.shifted(self.objective, self.model, batch, self.fabric) if awp and share >= awp.start else None
+            )
             outcome = self.objective(self.model, shifted[0] if shifted else batch)
         loss = sums(self.fabric, float(outcome.loss.detach()))[0] / self.fabric.world_size
         progress.step += 1
         progress.batch += 1
         if not math.isfinite(loss):  # the weights stay as they were
             if shifted:
-                shift(self.net, shifted[1], -1)
+                shift(self.attacked, shifted[1], -1)
             return loss
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(outcome.loss)
@@ -181,7 +194,10 @@ class Trainer:
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.around.clip)
         self.optimizer.step()
         if shifted:
-            shift(self.net, shifted[1], -1)
+            shift(self.attacked, shifted[1], -1)
+        for module in self.net.modules():
+            if isinstance(module, Head):
+                module.project()
         share_buffers(self.fabric, self.net)
         if self.average is not None:
             self.average.update(self.net)
@@ -192,21 +208,6 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.step(progress.epoch + 1, loss)
         return loss
-
-    def _shift_weights(self, batch: Batch, share: float) -> tuple[Batch, dict[str, Tensor]] | None:
-        """Move the weights to where weight perturbation wants the loss taken; the batch to take it on, and the move."""
-        awp = self.around.awp
-        if awp is None or share < awp.start:
-            return None
-        buffers = [buffer.clone() for buffer in self.net.buffers()]
-        devices = [self.fabric.device] if self.fabric.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # both passes drop the same units
-            outcome = self.objective(self.model, batch)
-        step = awp.direction(self.net, outcome.loss, self.fabric)
-        for buffer, before in zip(self.net.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        shift(self.net, step, 1)
-        return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
     def finish_epoch(self, seconds: float) -> None:
         """Validate, record the epoch, and open the next one."""
@@ -237,9 +238,10 @@ class Trainer:
         if self.average is not None:
             net = copy.deepcopy(self.net)
             net.load_state_dict(self.average.values)
-        return score(
-            net, self.validation, self.watch, self.threat, self.key.fold("validation"), self.fabric, self.compute
-        )
+        with routed(net, self.around.auxiliary_norm or "clean"):
+            return score(
+                net, self.validation, self.watch, self.threat, self.key.fold("validation"), self.fabric, self.compute
+            )
 
     def save(self) -> None:
         """Write a checkpoint of this very moment; on failure say what is safe and stop."""
@@ -260,8 +262,7 @@ class Trainer:
         if self.fabric.is_global_zero:
             try:
                 save_checkpoint(checkpoint_path(self.folder, self.progress.step), state)
-                ends = {epoch["step"] for epoch in self.progress.history[-1:]}
-                prune(self.folder, ends | {self.progress.best_step or 0})
+                prune(self.folder, steps_to_keep(self.progress, self.training))
             except OSError as error:
                 failure = error.strerror or str(error)
         if agree(self.fabric, bool(failure)):  # all wait here for the first process, and stop with it
@@ -298,24 +299,6 @@ class Trainer:
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-
-    def kept(self, stopped: str | None) -> Trained:
-        """The weights to keep: of the best epoch, or of the last finished one when the settings say so."""
-        progress = self.progress
-        if progress.best_step is None:
-            raise UserError(f"{stopped}; no epoch had finished, so there are no weights to keep")
-        step = progress.best_step
-        if self.training.select == "last" and not (stopped and self.guard.on_collapse == "rollback"):
-            step = progress.history[-1]["step"]
-        try:
-            state = load_checkpoint(checkpoint_path(self.folder, step))
-        except UserError as error:
-            step = progress.history[-1]["step"]
-            self.console.print(f"{error}; keeping the last epoch instead", style="yellow", highlight=False)
-            state = load_checkpoint(checkpoint_path(self.folder, step))
-        weights: dict[str, Tensor] = state["average"]["values"] if state["average"] else state["model"]
-        epoch = next(metrics["epoch"] for metrics in progress.history if metrics["step"] == step)
-        return Trained(weights, epoch, tuple(progress.history), stopped)
 
     def _recorder(self) -> Recorder | None:
         if not self.fabric.is_global_zero:

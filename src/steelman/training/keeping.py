@@ -1,0 +1,58 @@
+"""Which weights a run ends with: of its best epoch, its last one, or an ensemble of the ends of its cycles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from torch import Tensor
+
+from steelman.errors import UserError
+from steelman.training.checkpoint import checkpoint_path, load_checkpoint
+from steelman.training.records import Progress, Trained
+from steelman.training.settings import Training
+
+
+def steps_to_keep(progress: Progress, training: Training) -> set[int]:
+    """The steps whose checkpoints may still be wanted at the end."""
+    steps = {progress.best_step or 0} | {epoch["step"] for epoch in progress.history[-1:]}
+    if training.select == "cycles":
+        steps |= set(_cycles(progress, training))
+    return steps
+
+
+def _cycles(progress: Progress, training: Training) -> list[int]:
+    ends = set(training.cycle_ends())
+    return [epoch["step"] for epoch in progress.history if epoch["epoch"] in ends]
+
+
+def keep(
+    folder: Path, progress: Progress, training: Training, *, stopped: str | None, rollback: bool, console: Console
+) -> Trained:
+    """The weights to keep. A run that ended early keeps the cycles it finished, or else its best epoch."""
+    if progress.best_step is None:
+        raise UserError(f"{stopped}; no epoch had finished, so there are no weights to keep")
+    last: int = progress.history[-1]["step"]
+    if training.select == "cycles" and (ends := _cycles(progress, training)):
+        members = [_weights(folder, step) for step in ends]
+        state = {f"members.{i}.{name}": value for i, member in enumerate(members) for name, value in member.items()}
+        return Trained(state, _epoch(progress, ends[-1]), tuple(progress.history), stopped, members=len(members))
+    step = last if training.select == "last" and not (stopped and rollback) else progress.best_step
+    try:
+        state = _weights(folder, step)
+    except UserError as error:
+        step = last
+        console.print(f"{error}; keeping the last epoch instead", style="yellow", highlight=False)
+        state = _weights(folder, step)
+    return Trained(state, _epoch(progress, step), tuple(progress.history), stopped)
+
+
+def _weights(folder: Path, step: int) -> dict[str, Tensor]:
+    state = load_checkpoint(checkpoint_path(folder, step))
+    weights: dict[str, Tensor] = state["average"]["values"] if state["average"] else state["model"]
+    return weights
+
+
+def _epoch(progress: Progress, step: int) -> int:
+    epoch: int = next(metrics["epoch"] for metrics in progress.history if metrics["step"] == step)
+    return epoch
