@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check clean docs bench-methods
 
 demo: $(STAMP)
 	$(BIN)/steelman demo
@@ -17,6 +17,15 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The tables that the documentation takes from the registries.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+
+# Every objective on MNIST, three seeds (about an hour on two cores); interrupted, it goes on where it was.
+bench-methods: $(STAMP)
+	$(BIN)/steelman data get mnist
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/methods_mnist.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from steelman import config, run
 from steelman.errors import TrainingInterruptedError, UserError
@@ -124,17 +126,43 @@ def test_weight_perturbation_of_free_at_is_refused() -> None:
         config.parse(source)
 
 
+@pytest.fixture(scope="session")
+def standard_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of standard training, for the objective that learns from one."""
+    folder = tmp_path_factory.mktemp("helper") / "run"
+    source, origin = config.read("digits-standard", QUIET)
+    run.train(source, folder, console=Console(quiet=True), origin=origin)
+    return folder
+
+
 @pytest.mark.parametrize("eps", ["0.1", "{name: cosine, start: 0, end: 0.1}"])
 @pytest.mark.parametrize("head", sorted(HEADS))
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_every_objective_with_every_head_and_schedule_trains_and_is_measured(
-    name: str, head: str, eps: str, tmp_path: Path
+def test_every_objective_with_every_head_and_schedule_trains_resumes_and_is_measured(
+    name: str, head: str, eps: str, tmp_path: Path, standard_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [f"objective={name}", f"head={head}", f"training.eps={eps}", *QUIET]
     overrides += ["evaluation.attacks={PGD: {name: pgd, steps: 2}}", "validation.attack={name: pgd, steps: 2}"]
+    if name == "hat":
+        overrides.append(f"objective.helper={standard_run}")
     source, origin = config.read("digits-pgd-at", overrides)
-    found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
+    plain = Trainer.step
+
+    def step(trainer: Trainer, *batch: Tensor) -> float:
+        if trainer.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(trainer, *batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    with pytest.raises(TrainingInterruptedError):
+        run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
+    monkeypatch.setattr(Trainer, "step", plain)
+    found = run.resume(tmp_path / "run", Console(quiet=True))
     assert found is not None
     assert found.total == 20
     history = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in history
+    if head == "he" and eps != "0.1":
+        run.train(source, tmp_path / "whole", console=Console(quiet=True), origin=origin)
+        kept = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("run", "whole")]
+        assert kept[0] == kept[1], "a resumed run ends with other weights"

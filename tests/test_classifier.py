@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from steelman.attacks import PGD
 from steelman.errors import UserError
 from steelman.heads import Head, head_of
-from steelman.models.classifier import Classifier, build_classifier, imported, load_state, load_weights
+from steelman.models.classifier import (
+    Classifier,
+    Ensemble,
+    build_classifier,
+    imported,
+    load_state,
+    load_weights,
+)
+from steelman.threat import ThreatModel
+from tests.oracles import LinearClassifier, rand, randn
+from tests.test_pgd import everything
 from tests.training_helpers import SHAPE, Backbone, a_net
 
 HERE = "tests.test_classifier"
@@ -200,3 +214,119 @@ def test_weights_are_put_where_they_belong() -> None:
     load_weights(two, one.state_dict(), "w")
     same_state(one.state_dict(), two.state_dict())
     assert isinstance(two.backbone, Backbone)
+
+
+# Ensembles
+
+
+def members(n: int = 3) -> list[nn.Module]:
+    return [a_net("linear", seed=seed).double().eval() for seed in range(n)]
+
+
+def naive_log_mean(nets: list[nn.Module], x: Tensor) -> Tensor:
+    """log of the mean probability, by exponentials and divisions."""
+    rows = []
+    for one in x:
+        z = [net(one[None])[0] for net in nets]
+        probabilities = [logits.exp() / logits.exp().sum() for logits in z]
+        rows.append(torch.stack(probabilities).mean(dim=0).log())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_an_ensemble_is_the_log_of_the_mean_probability(n: int) -> None:
+    nets, x = members(n), rand(6, *SHAPE)
+    logits = Ensemble(nets)(x)
+    torch.testing.assert_close(logits, naive_log_mean(nets, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits.exp().sum(dim=1), torch.ones(6).double())
+    assert torch.equal(logits.softmax(dim=1).argmax(dim=1), logits.argmax(dim=1))
+    torch.testing.assert_close(Ensemble(nets[::-1])(x), logits)
+
+
+def test_sure_members_do_not_overflow() -> None:
+    class Fixed(nn.Module):
+        def __init__(self, *logits: float) -> None:
+            super().__init__()
+            self.logits = logits
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor(self.logits).expand(len(x), -1)
+
+    one, two = Fixed(1e4, 0.0, -1e4), Fixed(-1e4, 0.0, 1e4)
+    out = Ensemble([one, two])(torch.rand(1, 2))[0]
+    assert out.isfinite().all()
+    assert out[[0, 2]].tolist() == pytest.approx([math.log(0.5)] * 2)
+    assert float(out[1]) == pytest.approx(-1e4)
+
+
+def test_probabilities_are_averaged_and_not_logits() -> None:
+    """Two members that lean to class 1, and one that is sure of class 0: by logits it would be class 0."""
+    nets: list[nn.Module] = []
+    for first in (60.0, -1.0, -1.0):
+        net = nn.Linear(1, 2)
+        nn.init.zeros_(net.weight)
+        net.bias.data = torch.tensor([first, 0.0])
+        nets.append(net)
+    x = torch.zeros(1, 1)
+    assert int(sum(net(x) for net in nets).argmax()) == 0
+    p = 1 / (1 + math.e)
+    torch.testing.assert_close(Ensemble(nets)(x).exp()[0], torch.tensor([(1 + 2 * p) / 3, 2 * (1 - p) / 3]))
+
+
+def test_the_gradient_an_attack_follows_is_the_naive_one() -> None:
+    nets, x, y = members(), rand(6, *SHAPE), torch.arange(6) % 3
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (ours,) = torch.autograd.grad(F.cross_entropy(Ensemble(nets)(one), y), one)
+    (theirs,) = torch.autograd.grad(F.nll_loss(naive_log_mean(nets, other), y), other)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+    threat = ThreatModel(norm="l2", eps=10, low=-50, high=50)
+    got = PGD(steps=1, step_size=0.3, start="zero", keep="last")(Ensemble(nets), x, y, threat)
+    torch.testing.assert_close(got, x + 0.3 * F.normalize(theirs.flatten(1), dim=1).view_as(x))
+
+
+def test_an_attack_finds_what_there_is_to_find_on_linear_members() -> None:
+    """Two classes, and members whose weights point the same way: the ensemble's probability is monotone in every
+    pixel, so the worst point of a cube is a corner. Those of 2x2 images are few enough to try them all."""
+    weight = randn(2, 4, seed=1)
+    nets: list[nn.Module] = [
+        LinearClassifier(factor * weight, bias - factor * weight.sum(dim=1) / 2)
+        for factor, bias in ((1.0, torch.tensor([0.2, 0.0])), (0.5, torch.tensor([-0.4, 0])), (2.0, torch.zeros(2)))
+    ]
+    net, x = Ensemble(nets), 0.3 + 0.4 * rand(40, 1, 2, 2, seed=2)
+    y = net(x).argmax(dim=1)
+    threat = ThreatModel(norm="linf", eps=0.1)
+    corners = torch.tensor(list(product((-1.0, 1.0), repeat=4))).double().view(16, 1, 2, 2)
+    reachable = torch.stack([(net(one + 0.1 * corners).argmax(dim=1) != label).any() for one, label in zip(x, y)])
+    assert 0 < int(reachable.sum()) < 40, "both fates are meant to occur"
+    x_adv = PGD(steps=10, step_size=0.1)(net, x, y, threat)
+    assert torch.equal(net(x_adv).argmax(dim=1) != y, reachable)
+    assert threat.contains(x_adv, x).all()
+
+
+def test_an_attack_leaves_every_member_as_it_was() -> None:
+    net = Ensemble([a_net("he", seed=0).train(), a_net("linear", seed=1).eval()])
+    x, y = torch.rand(6, *SHAPE), torch.arange(6) % 3
+    before = everything(net)
+    PGD(steps=3, keep="last", mode="train")(net, x, y, ThreatModel(eps=0.1))
+    assert everything(net) == before
+
+
+def test_members_keep_their_modes_names_and_weights() -> None:
+    net = Ensemble(members(2))
+    assert not any(module.training for member in net.members for module in member.modules())
+    state = net.state_dict()
+    assert {name.split(".", 2)[1] for name in state} == {"0", "1"}
+    other = Ensemble([a_net("linear", seed=7).double(), a_net("linear", seed=8).double()]).eval()
+    load_weights(other, dict(state), "w")
+    x = rand(3, *SHAPE)
+    assert torch.equal(other(x), net.eval()(x))
+
+
+@pytest.mark.parametrize("options", [{"head_scale": False}, {"head_margin": True}])
+def test_head_options_on_an_ensemble_of_heads_are_refused(options: dict[str, bool]) -> None:
+    net, x, y = Ensemble([a_net("he", seed=0), a_net("he", seed=1)]), torch.rand(3, *SHAPE), torch.arange(3)
+    before = everything(net)
+    with pytest.raises(UserError, match="expected at most one steelman head in the model, found 2"):
+        PGD(**options)(net, x, y, ThreatModel(eps=0.1))  # type: ignore[arg-type]
+    assert everything(net) == before
+    PGD(steps=2)(net, x, y, ThreatModel(eps=0.1))  # without them it is a model as any other

@@ -26,6 +26,7 @@ from steelman.heads import HEADS
 from steelman.losses import LOSSES
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES
+from steelman.recipes import recipes
 from steelman.schedules import SCHEDULES
 
 Command = Callable[..., tuple[int, str, str]]
@@ -136,7 +137,7 @@ LISTS: dict[str, Any] = {
     "datasets": DATASETS,
     "schedules": SCHEDULES,
     "losses": LOSSES,
-    "recipes": config.recipes(),
+    "recipes": recipes(),
 }
 
 
@@ -160,6 +161,38 @@ def test_lists_show_options_with_their_defaults(command: Command) -> None:
     _, out, _ = command("list", "heads")
     assert "scale=15.0" in out
     assert "num_classes" not in out
+
+
+def test_the_list_of_recipes_shows_papers_and_tables(command: Command) -> None:
+    _, out, _ = command("list", "recipes")
+    assert max(map(len, out.splitlines())) <= 140
+    flat = {line.split()[0]: " ".join(line.split()) for line in out.splitlines() if not line.startswith(" ")}
+    assert flat["he-cifar10-trades-he-s10-m0.2"].endswith("scale 10, margin 0.2. Pang et al. (2020), Table 9")
+    assert flat["he-imagenet-resnet50-freeat-he"].endswith("Pang et al. (2020), Tables 4, 5")
+    assert flat["rat-cifar10-at-1st-2nd"].endswith("Jin et al. (2023), Table 8")
+    assert flat["pas-mnist-cosine"].endswith("Liu et al. (2020), rebuttal Table 1")
+    assert flat["llr-cifar10-llr"].endswith("Qin et al. (2019), rebuttal")
+
+
+def test_a_recipe_for_imagenet_says_that_it_needs_to_know_where_that_is(command: Command) -> None:
+    code, _, err = command("train", "he-imagenet-resnet50-freeat-he")
+    assert code == 2
+    assert "data.root: dataset 'folder' needs root=PATH, where your images are: data.root=PATH" in err
+    code, _, err = command("train", "he-imagenet-resnet50-freeat-he", "data.root=nowhere")
+    assert code == 2
+    assert "there is no nowhere" in err
+    assert not Path("runs").exists()
+
+
+def test_a_run_keeps_a_recipe_that_stands_alone(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nbase: digits-pgd-at-he\nhead: {scale: 7}\n")
+    code, _, err = command("train", "mine.yaml", *TINY)
+    assert (code, err) == (0, "")
+    (tmp_path / "mine.yaml").unlink()
+    source, _ = config.read("runs/mine/recipe.yaml")
+    assert "base" not in source
+    assert source["head"] == {"name": "he", "scale": 7, "margin": 0.2}
+    assert config.parse(source).training.epochs == 1
 
 
 def test_an_unknown_kind_is_answered_with_the_kinds(command: Command) -> None:

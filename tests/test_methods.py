@@ -11,7 +11,8 @@ from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.heads import HEADS
-from steelman.objectives import OBJECTIVES, Batch
+from steelman.models.norms import split_norms
+from steelman.objectives import OBJECTIVES, Batch, forwards_of
 from steelman.objectives.alp import ALP
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.free_at import FreeAT
@@ -212,15 +213,19 @@ def test_label_smoothing_spreads_the_label() -> None:
     check_gradients(net, naive, OBJECTIVES["standard"]()(net, batch).loss, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "seen"), [("pgd-at", 1), ("fast-at", 1), ("alp", 2), ("trades", 2), ("mart", 2), ("free-at", 1)]
-)
-def test_batch_norm_moves_in_the_training_forwards_and_nowhere_else(name: str, seen: int) -> None:
-    net = a_net("he").double().train()
-    counter = net.backbone.layers[1].num_batches_tracked  # type: ignore[union-attr,index]
-    batch = a_batch(net)
-    OBJECTIVES[name]()(net, batch)
-    assert int(net.backbone.layers[1].num_batches_tracked) == int(counter) == seen  # type: ignore[union-attr,index]
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_batch_norm_moves_in_the_forwards_an_objective_declares_and_nowhere_else(name: str) -> None:
+    net = split_norms(a_net("he").double().train())
+    objective = OBJECTIVES[name]()
+    outcome = objective(net, a_batch(net))
+    norms = net.backbone.layers[1]  # type: ignore[union-attr,index]
+    moved = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in ("clean", "adversarial")}  # type: ignore[arg-type]
+    assert moved == {branch: forwards_of(objective).count(branch) for branch in moved}
+    torch.autograd.backward(outcome.loss)
+    if outcome.after is not None:
+        outcome.after()
+    again = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in moved}  # type: ignore[arg-type]
+    assert again == moved
 
 
 def test_a_recipe_attack_keeps_what_the_method_needs_of_it() -> None:

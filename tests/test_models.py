@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from scipy import ndimage
 from torch import Tensor, nn
 
+from steelman import config, run
 from steelman.errors import UserError
 from steelman.heads import build_head
 from steelman.models import ACTIVATIONS, MODELS, PUBLISHED_LAYOUTS, Backbone, check_images
 from steelman.models import activations as activations_module
 from steelman.models.classifier import Classifier
+from steelman.models.denoise import FILTERS, Denoise
 from steelman.models.mobilenet import InvertedResidual
 from steelman.models.preact_resnet import PreActBlock
 from steelman.models.resnet import BasicBlock, Bottleneck
@@ -23,6 +32,8 @@ from steelman.settings import make, options_of
 
 SHAPE = (3, 32, 32)
 NONLINEAR = sorted(MODELS.keys() - {"linear"})
+RESIDUAL = sorted(name for name in MODELS if "resnet" in name or name.startswith("wrn"))
+FAMILIES = ["resnet18", "resnet50", "preact-resnet18", "wrn-28-8"]  # of the residual ones, one of each
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +142,9 @@ def test_maps_shrink_as_published(name: str, size: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_options_are_the_shape_the_width_and_the_activation(name: str) -> None:
-    assert options_of(MODELS[name]).keys() == {"input_shape", "width", "activation"}
+def test_options_are_the_shape_the_width_the_activation_and_of_residual_ones_the_denoising(name: str) -> None:
+    expected = {"input_shape", "width", "activation"} | ({"denoise"} if name in RESIDUAL else set())
+    assert options_of(MODELS[name]).keys() == expected
     with pytest.raises(UserError, match="depth"):
         make("model", MODELS, name, {"input_shape": SHAPE, "depth": 10})
 
@@ -332,6 +344,216 @@ def test_wide_and_bottleneck_resnets_start_from_fan_out_and_smallcnn_from_fan_in
                 assert layer.weight.shape[fan_axis] >= least
                 assert float(layer.weight.detach().std()) == pytest.approx(spread, rel=noise)
                 assert layer.bias is None or not layer.bias.any()
+
+
+# Denoising
+
+
+def naive_filter(kind: str, x: Tensor, theta: Tensor | None = None, phi: Tensor | None = None) -> Tensor:
+    """f(x), position by position; the 3x3 filters by SciPy's."""
+    images, _, height, width = x.shape
+    if kind in ("mean", "median"):
+        of = ndimage.uniform_filter if kind == "mean" else ndimage.median_filter
+        maps = [of(one.numpy(), size=3, mode="nearest") for one in x.flatten(0, 1)]
+        return torch.tensor(np.stack(maps)).view_as(x)
+    out = torch.zeros_like(x).flatten(2)
+    for n in range(images):
+        points = [x[n, :, i, j] for i in range(height) for j in range(width)]
+        for i, here in enumerate(points):
+            if theta is not None and phi is not None:
+                a, d = theta.flatten(1) @ here, len(theta)
+                similar = [torch.exp((a * (phi.flatten(1) @ there)).sum() / math.sqrt(d)) for there in points]
+                weights = [one / sum(similar) for one in similar]
+            else:
+                weights = [(here * there).sum() / len(points) for there in points]
+            for weight, there in zip(weights, points):
+                out[n, :, i] += weight * there
+    return out.view_as(x)
+
+
+def test_non_local_filters_by_hand() -> None:
+    """Two positions, (1, 0) and (0, 2)."""
+    x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64).view(1, 2, 1, 2)
+    expected = torch.tensor([[0.5, 0.0], [0.0, 4.0]], dtype=torch.float64).view(1, 2, 1, 2)
+    torch.testing.assert_close(Denoise(2, "dot").double().filtered(x), expected)
+    block = Denoise(2, "softmax").double()
+    with torch.no_grad():
+        block.theta.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))  # of the positions: 1 and 0
+        block.phi.copy_(torch.tensor([0.0, 1.0]).view(1, 2, 1, 1))  # of the positions: 0 and 2
+    a = 1 / (1 + math.exp(2))  # what the first position keeps of itself; the second weighs both alike
+    expected = torch.tensor([[a, 0.5], [2 * (1 - a), 1.0]], dtype=torch.float64).view(1, 2, 1, 2)
+    torch.testing.assert_close(block.filtered(x), expected)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (2, 1), (3, 4)])
+@pytest.mark.parametrize("channels", [1, 6, 16])  # 16 are more than there are positions
+@pytest.mark.parametrize("kind", FILTERS)
+def test_a_block_is_its_formula(kind: str, channels: int, size: tuple[int, int]) -> None:
+    block = Denoise(channels, kind)
+    scramble(block)
+    x = torch.randn(2, channels, *size, dtype=torch.float64)
+    state = block.state_dict()
+    assert ({"theta", "phi"} <= state.keys()) == (kind == "softmax")
+    filtered = naive_filter(kind, x, state.get("theta"), state.get("phi"))
+    torch.testing.assert_close(block.filtered(x), filtered)
+    torch.testing.assert_close(block(x), x + bn(F.conv2d(filtered, state["conv.weight"]), state, "bn"))
+    torch.testing.assert_close(block(x.contiguous(memory_format=torch.channels_last)), block(x))
+    assert block(x[:0]).shape == (0, channels, *size)
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_a_block_has_gradients_of_first_and_second_order(kind: str) -> None:
+    block = Denoise(4, kind)
+    scramble(block)
+    x = torch.randn(2, 4, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(block, (x,))
+    if kind == "median":
+        return
+    assert torch.autograd.gradgradcheck(block, (x,))
+    (gradient,) = torch.autograd.grad(block.train()(x).square().sum(), x, create_graph=True)
+    torch.autograd.backward(gradient.square().sum())
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in block.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", FILTERS)
+def test_a_block_starts_as_the_identity_and_learns_its_scale_first(kind: str, training: bool) -> None:
+    block = Denoise(6, kind).train(training)
+    x = torch.randn(3, 6, 4, 4)
+    out = block(x)
+    assert out.equal(x)
+    torch.autograd.backward((out * torch.randn_like(out)).sum())
+    assert {name for name, p in block.named_parameters() if p.grad is not None and p.grad.any()} == {
+        "bn.weight",
+        "bn.bias",
+    }
+    with torch.no_grad():
+        block.bn.weight.fill_(0.1)
+    out = block(x)
+    torch.autograd.backward((out * torch.randn_like(out)).sum())
+    assert all(p.grad is not None and p.grad.any() for p in block.parameters()), "the embeddings learn next"
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_a_block_runs_in_half_precision(kind: str) -> None:
+    block, x = Denoise(6, kind).eval(), torch.randn(2, 6, 4, 4)
+    nn.init.ones_(block.bn.weight)
+    whole = block(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(block(x).float(), whole, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_one_block_ends_each_stage(name: str) -> None:
+    with torch.device("meta"):
+        plain = MODELS[name](input_shape=SHAPE)
+        nets = {kind: MODELS[name](input_shape=SHAPE, denoise=kind) for kind in FILTERS}
+    for kind, net in nets.items():
+        layers = [
+            layer for layer in net.modules() if isinstance(layer, BasicBlock | Bottleneck | PreActBlock | Denoise)
+        ]
+        strides = [max(conv.stride[0] for conv in layer.modules() if isinstance(conv, nn.Conv2d)) for layer in layers]
+        # A stage begins with a block that strides, but for the first one, and ends with its denoising.
+        at = [i for i, layer in enumerate(layers) if isinstance(layer, Denoise)]
+        assert at == [*(i - 1 for i, stride in enumerate(strides) if stride == 2), len(layers) - 1]
+        channels = [layer.conv.out_channels for layer in layers if isinstance(layer, Denoise)]
+        assert channels == [net.features >> i for i in reversed(range(3 if isinstance(net, WideResNet) else 4))]
+        more = sum(size * size + 2 * size + (size * size if kind == "softmax" else 0) for size in channels)
+        assert count(net) - count(plain) == more
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_denoised_backbones_keep_the_contract(name: str, kind: str) -> None:
+    net = tiny(name, denoise=kind).double()
+    x = torch.rand(3, *SHAPE, dtype=torch.float64)
+    bare = copy.deepcopy(net)
+    for parent in list(bare.modules()):
+        for child, layer in list(parent.named_children()):
+            if isinstance(layer, Denoise):
+                setattr(parent, child, nn.Identity())
+    assert net(x).equal(bare(x)), "every block starts as the identity"
+    for layer in net.modules():
+        if isinstance(layer, Denoise):
+            nn.init.constant_(layer.bn.weight, 0.5)
+    x.requires_grad_()
+    out = net(x)
+    assert not out.equal(bare(x))
+    torch.autograd.backward((out * torch.randn_like(out)).sum())
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    net.eval()
+    torch.testing.assert_close(net(x[1:2]), net(x)[1:2])
+    assert net(x[:0]).shape == (0, net.features)
+    one_pixel = MODELS[name](input_shape=(3, 1, 1), width=1, denoise=kind)
+    assert one_pixel(torch.rand(2, 3, 1, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["resnet50", "wrn-28-8"])
+def test_embeddings_start_small_where_convolutions_are_drawn_anew(name: str) -> None:
+    for block in MODELS[name](input_shape=SHAPE, width=4, denoise="softmax").modules():
+        if isinstance(block, Denoise):
+            for embedding in (block.theta, block.phi):
+                assert embedding.shape == (block.conv.in_channels // 2, block.conv.in_channels, 1, 1)
+                assert float(embedding.detach().std()) == pytest.approx(0.01, rel=5 / (2 * embedding.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "total", "next_number"),
+    [
+        ("pas-resnet18", "9b9e521c0fc5851d", 601.456755, 0.61986977),
+        ("preact-resnet18", "5d96761abb1f772f", 125.830733, 0.86801833),
+        ("preact-resnet18-fastat", "5d96761abb1f772f", 125.830733, 0.86801833),
+        ("resnet18", "9b9e521c0fc5851d", 601.456755, 0.61986977),
+        ("resnet50", "9f65a62479641d4d", 836.467339, 0.62110215),
+        ("wrn-28-8", "695442992c840e77", 1831.522345, 0.64910251),
+        ("wrn-34-10", "ecd2ce6de72f3dc2", 2308.344547, 0.29277915),
+        ("wrn-50-2", "61a32a949b4eaabe", 1035.020416, 0.91752422),
+    ],
+)
+def test_without_denoising_names_and_first_weights_are_those_of_earlier_versions(
+    name: str, keys: str, total: float, next_number: float
+) -> None:
+    """So that checkpoints load and seeds give the same runs. The numbers are from before there was denoising."""
+    for options in ({}, {"denoise": "none"}):
+        torch.manual_seed(7)
+        state = tiny(name, **options).state_dict()
+        named = "\n".join(f"{key} {tuple(value.shape)}" for key, value in state.items())
+        assert hashlib.sha256(named.encode()).hexdigest()[:16] == keys
+        assert sum(float(value.double().sum()) for value in state.values()) == pytest.approx(total, abs=1e-4)
+        assert float(torch.rand(())) == pytest.approx(next_number, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - set(RESIDUAL)))
+def test_other_backbones_are_not_denoised(name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"unknown option of model .* 'denoise'; choices: activation, input_shape, width"
+    ):
+        make("model", MODELS, name, {"input_shape": SHAPE, "denoise": "mean"})
+    source, _ = config.read("digits-pgd-at", [f"model={{name: {name}, denoise: mean}}"])
+    with pytest.raises(UserError, match=r"model\.denoise: unknown option of model .*choices: activation, width"):
+        config.parse(source)
+
+
+@pytest.mark.parametrize("kind", ["sotfmax", "", None, 3, ["mean"]])
+def test_an_unknown_filter_is_answered_with_the_choices(kind: object) -> None:
+    with pytest.raises(UserError, match=r"unknown denoise .*; choices: dot, mean, median, none, softmax"):
+        make("model", MODELS, "resnet18", {"input_shape": SHAPE, "width": 1, "denoise": kind})
+    with pytest.raises(UserError, match=r"unknown denoise .*; choices: dot, mean, median, softmax"):
+        Denoise(4, kind)  # type: ignore[arg-type]
+
+
+def test_a_recipe_may_ask_for_denoising(tmp_path: Path) -> None:
+    overrides = ["model={name: preact-resnet18, width: 2, denoise: softmax}", "training.epochs=1"]
+    overrides += ["objective.attack.steps=1", "validation={size: 20, samples: 20, attack: fgsm}"]
+    overrides += ["training.batch_size=128", "evaluation={samples: 20, attacks: {FGSM: fgsm}}"]
+    source, _ = config.read("digits-pgd-at", overrides)
+    assert run.train(source, tmp_path / "run", console=Console(quiet=True)) is not None
+    model, _ = run.load_model(tmp_path / "run")
+    scales = [layer.bn.weight for layer in model.modules() if isinstance(layer, Denoise)]
+    assert len(scales) == 4
+    assert all(scale.any() for scale in scales), "the blocks have learned"
 
 
 # Mistakes

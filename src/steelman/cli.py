@@ -81,6 +81,7 @@ def train(
     from steelman import config, run
 
     source, origin = config.read(recipe, overrides or [])
+    config.check_root(source, origin)
     folder = out or Path("runs") / re.sub(r"[^\w.+-]+", "-", str(source.get("name", "run")))
     run.train(source, folder, console=console, origin=origin)
 
@@ -157,7 +158,9 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
 
     Example: steelman list attacks
     """
-    from steelman import config
+    if kind is Kind.recipes:
+        _list_recipes()
+        return
     from steelman.attacks import ATTACKS
     from steelman.data import DATASETS
     from steelman.heads import HEADS
@@ -167,13 +170,6 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     from steelman.schedules import SCHEDULES
     from steelman.settings import summary_of
 
-    if kind is Kind.recipes:
-        rows = []
-        for name, _ in config.recipes().items():
-            source, _ = config.read(name)
-            rows.append((name, str(source.get("description", "")).strip(), _published(source)))
-        _print_table(("recipe", "what it does", "published"), rows)
-        return
     registries: dict[Kind, dict[str, Any]] = {
         Kind.attacks: ATTACKS,
         Kind.objectives: OBJECTIVES,
@@ -207,9 +203,27 @@ def _options(entry: Any, hidden: set[str]) -> str:
     return ", ".join(shown)
 
 
+def _list_recipes() -> None:
+    from steelman.recipes import load, recipes
+
+    sources = {name: load(path) for name, path in recipes().items()}
+    _print_table(
+        ("recipe", "what it does", "published in"),
+        [(name, str(source.get("description", "")).strip(), _published(source)) for name, source in sources.items()],
+    )
+
+
 def _published(source: dict[str, Any]) -> str:
-    published = source.get("published") or {}
-    return ", ".join(f"{key} {value}" for key, value in published.items())
+    """The papers and tables that a recipe's numbers are from: Pang et al. (2020), Tables 2, 5, rebuttal."""
+    papers: dict[str, dict[str, None]] = {}
+    for row in source.get("published") or []:
+        papers.setdefault(row["paper"], {})[row["table"]] = None
+    texts = []
+    for paper, tables in papers.items():
+        numbered = [table.removeprefix("Table ") for table in tables if table.startswith("Table ")]
+        first = [f"Table{'s' * (len(numbered) > 1)} {', '.join(numbered)}"] if numbered else []
+        texts.append(", ".join([paper, *first, *(table for table in tables if not table.startswith("Table "))]))
+    return "; ".join(texts)
 
 
 def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

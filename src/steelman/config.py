@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from importlib import resources
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from steelman.evaluation.harness import RESERVED
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective, objections
+from steelman.recipes import find, load, setting
 from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
@@ -115,20 +115,27 @@ def _validated(cls: Any, value: object) -> Any:
         raise SettingsError.of(error, cls) from None
 
 
-def _attacks(value: object) -> object:
-    if not isinstance(value, Mapping):
-        return value
+def _each(items: Iterable[tuple[object, object]], build: Callable[[object, str], Any]) -> dict[str, Any]:
+    """What `build` makes of each labelled item; a mistake in one is told under its label."""
     built = {}
-    for label, spec in value.items():
-        if label in RESERVED:
-            raise SettingsError([((str(label),), "is the name of another score; expected another label")])
+    for key, item in items:
+        label = str(key)
         try:
-            built[str(label)] = named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
+            built[label] = build(item, label)
         except SettingsError as error:
-            raise SettingsError([((str(label), *path), text) for path, text in error.problems]) from None
+            raise SettingsError([((label, *path), text) for path, text in error.problems]) from None
         except UserError as error:
-            raise SettingsError([((str(label),), str(error))]) from None
+            raise SettingsError([((label,), str(error))]) from None
     return built
+
+
+def _attacks(value: object) -> object:
+    def build(spec: object, label: str) -> object:
+        if label in RESERVED:
+            raise UserError("is the name of another score; expected another label")
+        return named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
+
+    return _each(value.items(), build) if isinstance(value, Mapping) else value
 
 
 @settings
@@ -143,12 +150,37 @@ class EvaluationSpec:
 
 
 @settings
+class Published:
+    """One row of a table that the recipe aims at: what `paper`'s `table` gives in `row`.
+
+    `numbers` has a number for each column, or a mean and a standard deviation; `measure` says what they are. `note` is
+    what a reader must know to compare: where paper and released code differ, or what cannot be had here.
+    """
+
+    paper: str
+    table: str
+    row: str
+    numbers: Annotated[dict[str, Number | tuple[Number, Number]], Field(min_length=1)]
+    measure: str = "accuracy %"
+    note: str = ""
+
+
+def _rows(value: object) -> object:
+    def build(row: object, _: str) -> object:
+        return row if isinstance(row, Published) else _validated(Published, row)
+
+    return tuple(_each(enumerate(value), build).values()) if isinstance(value, list | tuple) else value
+
+
+@settings
 class Recipe:
-    """One run, whole. `published` holds the numbers the recipe aims at, where a paper has them."""
+    """One run, whole. `published` holds the rows the recipe aims at, where a paper has them, and `chosen` the settings
+    that no source states, as dotted keys, each with a reason."""
 
     name: str
     description: str = ""
-    published: dict[str, Any] | None = None
+    published: Annotated[tuple[Published, ...], BeforeValidator(_rows)] | None = None
+    chosen: dict[str, str] = Field(default_factory=dict)
     data: Annotated[DataSpec, BeforeValidator(_data)] = DataSpec()
     model: Annotated[ModelSpec, BeforeValidator(_model)]
     head: Annotated[HeadSpec, BeforeValidator(_head)] = HeadSpec()
@@ -164,7 +196,8 @@ class Recipe:
 
 def fingerprint(source: Mapping[str, Any]) -> str:
     """A short hash of everything in a recipe that can change its result."""
-    content = {key: value for key, value in source.items() if key not in ("description", "published", "evaluation")}
+    words = ("description", "published", "chosen", "evaluation")
+    content = {key: value for key, value in source.items() if key not in words}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -204,29 +237,25 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     return recipe
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes that come with steelman, by name."""
-    folder = Path(str(resources.files("steelman"))) / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
 def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
-    """A recipe's mapping, from a file or by a built-in name, with ``key=value`` overrides; and where it came from."""
-    known = recipes()
-    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else known.get(name)
-    if path is None:
-        raise unknown("recipe", name, known)
-    try:
-        source = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"no recipe at {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
-    if not isinstance(source, dict):
-        raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")
+    """A recipe's mapping, from a file or by a built-in name, with ``key=value`` overrides; and where it came from.
+
+    What the recipe takes from its ``base`` is in the mapping, and the base is named no more.
+    """
+    path = find(name)
+    source = load(path)
     for override in overrides:
         _override(source, override)
     return source, str(path)
+
+
+def check_root(source: Mapping[str, Any], origin: str) -> None:
+    """Refuse to train on images of one's own without being told where they are; a recipe cannot know."""
+    name = source.get("data") if isinstance(source.get("data"), str) else setting(source, "data.name")
+    if name in ("folder", "arrays") and not isinstance(setting(source, "data.root"), str | Path):
+        raise UserError(
+            f"{origin}:\n  data.root: dataset {name!r} needs root=PATH, where your images are: data.root=PATH"
+        )
 
 
 def _override(source: dict[str, Any], text: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from steelman.models.activations import make_activation
 from steelman.models.base import Backbone, Shape
+from steelman.models.denoise import denoised
 
 
 class PreActBlock(nn.Module):
@@ -50,6 +51,7 @@ class PreActResNet18(Backbone):
     """Pre-activation ResNet-18: a 3x3 stem, stages of 1, 2, 4 and 8 times `width` channels, BN, activation, mean.
 
     width: channels of the first stage, 64 in the papers.
+    denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
     `projects` is what a changing shortcut reads. He et al. (2016, arXiv:1603.05027) and the code of AWP and RAT use
     the activated input; the code of FastAT and FreeAT (Wong et al., 2020) uses the raw one. Initialisation is
@@ -64,6 +66,7 @@ class PreActResNet18(Backbone):
         input_shape: Shape,
         width: int = 64,
         activation: str = "relu",
+        denoise: str = "none",
     ) -> None:
         super().__init__(input_shape=input_shape, width=width)
         self.features = 8 * width
@@ -76,6 +79,7 @@ class PreActResNet18(Backbone):
                 outputs = width * 2**stage
                 blocks.append(PreActBlock(inputs, outputs, stride=stride, activation=activation, projects=projects))
                 inputs = outputs
+            blocks += denoised(inputs, denoise)
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(self.features)
         self.act = make_activation(activation)

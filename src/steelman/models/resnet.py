@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from steelman.models.activations import make_activation
 from steelman.models.base import Backbone, Shape, init_convolutions
+from steelman.models.denoise import denoised
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -62,11 +63,12 @@ class ResNet18(Backbone):
     """ResNet-18 for small images: a 3x3 stem and stages of 4, 8, 16 and 32 times `width` channels, then the mean.
 
     width: 16 is the usual network (64 to 512 channels); PAS (Liu et al., 2020) runs 8.
+    denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
     He et al. (2016, arXiv:1512.03385). Initialisation is PyTorch's default, as in the code of PAS.
     """
 
-    def __init__(self, *, input_shape: Shape, width: int = 16, activation: str = "relu") -> None:
+    def __init__(self, *, input_shape: Shape, width: int = 16, activation: str = "relu", denoise: str = "none") -> None:
         super().__init__(input_shape=input_shape, width=width)
         self.features = 32 * width
         inputs = 4 * width
@@ -81,6 +83,7 @@ class ResNet18(Backbone):
                 outputs = 4 * width * 2**stage
                 layers.append(BasicBlock(inputs, outputs, stride=stride, activation=activation))
                 inputs = outputs
+            layers += denoised(inputs, denoise)
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,6 +97,7 @@ class BottleneckResNet(Backbone):
     blocks: blocks in each of the four stages.
     widening: how many times wider the inner convolutions are: 1 for ResNet-50, 2 for WRN-50-2.
     width: channels of the stem, 64 in the papers; the output has 32 times as many.
+    denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
     He et al. (2016, arXiv:1512.03385), with the stride on the 3x3 convolution as is now usual; Zagoruyko and
     Komodakis (2016, arXiv:1605.07146) for the wide ones. Convolutions are drawn from N(0, 2 / fan_out).
@@ -108,6 +112,7 @@ class BottleneckResNet(Backbone):
         input_shape: Shape,
         width: int = 64,
         activation: str = "relu",
+        denoise: str = "none",
     ) -> None:
         super().__init__(input_shape=input_shape, width=width)
         self.features = 32 * width
@@ -124,6 +129,7 @@ class BottleneckResNet(Backbone):
                 stride = 2 if stage > 0 and index == 0 else 1
                 layers.append(Bottleneck(inputs, widening * planes, 4 * planes, stride=stride, activation=activation))
                 inputs = 4 * planes
+            layers += denoised(inputs, denoise)
         self.layers = nn.Sequential(*layers)
         init_convolutions(self, "fan_out")
 

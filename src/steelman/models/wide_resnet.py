@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from steelman.errors import UserError
 from steelman.models.activations import make_activation
 from steelman.models.base import Backbone, Shape, init_convolutions
+from steelman.models.denoise import denoised
 from steelman.models.preact_resnet import PreActBlock
 
 
@@ -15,13 +16,16 @@ class WideResNet(Backbone):
 
     depth: 6n + 4, for n blocks a stage.
     width: the widening factor.
+    denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
     Zagoruyko and Komodakis (2016, arXiv:1605.07146), wired and initialised as in the code of TRADES (Zhang et al.,
     2019): a shortcut that changes shape reads act(bn(x)), and convolutions are drawn from N(0, 2 / fan_out).
     That code also carries a copy of the first stage that it never runs; there is none here.
     """
 
-    def __init__(self, depth: int, /, *, input_shape: Shape, width: int = 10, activation: str = "relu") -> None:
+    def __init__(
+        self, depth: int, /, *, input_shape: Shape, width: int = 10, activation: str = "relu", denoise: str = "none"
+    ) -> None:
         super().__init__(input_shape=input_shape, width=width)
         self.features = 64 * width
         if depth < 10 or depth % 6 != 4:
@@ -35,6 +39,7 @@ class WideResNet(Backbone):
                 outputs = 16 * width * 2**stage
                 blocks.append(PreActBlock(inputs, outputs, stride=stride, activation=activation))
                 inputs = outputs
+            blocks += denoised(inputs, denoise)
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(self.features)
         self.act = make_activation(activation)

@@ -6,11 +6,18 @@ from collections.abc import Callable
 
 from steelman.objectives.alp import ALP
 from steelman.objectives.base import Batch, Objective, Outcome, forwards_of, is_adversarial, objections
+from steelman.objectives.cure import CURE
 from steelman.objectives.fast_at import FastAT
+from steelman.objectives.feature_scatter import FeatureScatter
 from steelman.objectives.free_at import FreeAT
+from steelman.objectives.gat import GAT
+from steelman.objectives.hat import HAT
+from steelman.objectives.llr import LLR
 from steelman.objectives.mart import MART
 from steelman.objectives.pgd_at import PGDAT
+from steelman.objectives.rat import RAT
 from steelman.objectives.standard import Standard
+from steelman.objectives.tla import TLA
 from steelman.objectives.trades import TRADES
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -19,8 +26,15 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "alp": ALP,
     "trades": TRADES,
     "mart": MART,
+    "llr": LLR,
+    "cure": CURE,
+    "rat": RAT,
     "free-at": FreeAT,
     "fast-at": FastAT,
+    "tla": TLA,
+    "feature-scatter": FeatureScatter,
+    "gat": GAT,
+    "hat": HAT,
 }
 
 __all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "forwards_of", "is_adversarial", "objections"]

@@ -1,0 +1,105 @@
+"""The recipes that come with steelman, and how a recipe's file is read: laid over the recipe it is based on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from steelman.errors import UserError, unknown
+
+# A recipe based on another says these itself: they would not be true of it.
+OWN = ("name", "description", "published")
+MISSING = object()
+# The safe loader; in C, and several times as fast, where PyYAML was built with it.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def recipes() -> dict[str, Path]:
+    """The built-in recipes by name; those of a paper have a folder of their own."""
+    folder = Path(str(resources.files("steelman"))) / "recipes"
+    return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
+
+
+def find(name: str, folder: Path = Path()) -> Path:
+    """Where a recipe is: a built-in one by its name, any other by a path from `folder`."""
+    known = recipes()
+    path = folder / name if name.endswith((".yaml", ".yml")) or "/" in name else known.get(name)
+    if path is None:
+        raise unknown("recipe", name, known)
+    return path
+
+
+def load(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's mapping laid over its base's, and that over its own base's; `above` are the recipes that led here."""
+    own = _mapping(path)
+    if "base" not in own:
+        return own
+    base, chain = own.pop("base"), (*above, path.resolve())
+    try:
+        if not isinstance(base, str):
+            raise UserError(f"expected a recipe's name or the path of a YAML file, got {base!r}")
+        below = find(base, path.parent)
+        if below.resolve() in chain:
+            circle = " -> ".join(one.stem for one in (*chain, below))
+            raise UserError(f"expected a recipe that does not lead back here, got {circle}")
+        return laid_over(load(below, chain), own)
+    except UserError as error:
+        raise UserError(f"{path}: base: {error}") from None
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        source = yaml.load(path.read_text(), LOADER)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise UserError(f"no recipe at {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(source, dict):
+        raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")
+    return source
+
+
+def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's mapping, with what it does not say taken from another's.
+
+    Mappings are merged key by key; one with another ``name`` replaces the base's whole, and so do lists and single
+    values. Name, description and published rows are not taken over, and a reason in `chosen` only where the recipe
+    leaves the setting alone.
+
+    >>> laid_over({"head": {"name": "he", "scale": 10}}, {"head": {"margin": 0.1}})
+    {'head': {'name': 'he', 'scale': 10, 'margin': 0.1}}
+    >>> laid_over({"head": {"name": "he", "scale": 10}}, {"head": {"name": "linear"}})
+    {'head': {'name': 'linear'}}
+    """
+    inherited = {key: value for key, value in base.items() if key not in OWN}
+    whole = merged(inherited, own)
+    reasons, mine = base.get("chosen"), own.get("chosen") or {}
+    if isinstance(reasons, Mapping) and isinstance(mine, Mapping):
+        alone = {key for key in reasons if setting(own, key) is MISSING and setting(whole, key) == setting(base, key)}
+        whole["chosen"] = {**{key: reasons[key] for key in reasons if key in alone}, **mine}
+    return whole
+
+
+def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` over `base`; a single name counts as a mapping that has only that."""
+    whole = dict(base)
+    for key, value in own.items():
+        old = whole.get(key)
+        whole[key] = value
+        if isinstance(value, Mapping):
+            under = old if isinstance(old, Mapping) else {"name": old} if isinstance(old, str) else {}
+            same = value.get("name", under.get("name")) == under.get("name")
+            whole[key] = merged(under if same else {}, value)
+    return whole
+
+
+def setting(source: Mapping[str, Any], key: str) -> object:
+    """What a dotted key names in a recipe's mapping; MISSING where there is nothing."""
+    place: object = source
+    for part in str(key).split("."):
+        place = place.get(part, MISSING) if isinstance(place, Mapping) else MISSING
+    return place

@@ -1,0 +1,66 @@
+"""CURE: curvature regularisation."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from steelman.models.norms import Branch
+from steelman.models.statistics import fixed
+from steelman.objectives.base import Batch, Outcome
+from steelman.schedules import Scheduled, value_at
+from steelman.settings import Number, SettingsError, settings
+from steelman.threat import steepest
+
+
+@settings
+class CURE:
+    """mean [ l(x) + weight * ||grad l(x + h z) - grad l(x)||^2 ], with z = sign(grad l(x)) / ||sign(grad l(x))||_2.
+
+    l is the training cross-entropy, with the head's margin and the label smoothing; z is a constant, and x + h z may
+    leave the valid range. The threat's radius plays no part: in its place is `h`, an l2 length in units of the image,
+    which may be a schedule. The released code raises it over the first epochs, measures it on normalised images (where
+    1 is their std in units of the image), fine-tunes a trained model, and does not square the norm: `squared` False.
+
+    The loss differentiates grad l once more, so a smooth activation, such as softplus or silu, is meant: the second
+    derivative of ReLU is zero, which leaves the weights little to learn from.
+
+    One forward in train mode, of x, moves batch norm. The gradients are then taken in eval mode, at the averages it
+    left, and move nothing.
+
+    Moosavi-Dezfooli et al. (2019), "Robustness via Curvature Regularization, and Vice Versa".
+    """
+
+    forwards: ClassVar[tuple[Branch, ...]] = ("clean",)
+    adversarial: ClassVar[bool] = False
+    eager: ClassVar[str] = "differentiates an input gradient, which compiled models cannot do"
+    weight: Annotated[Number, Field(ge=0)] = 4.0
+    h: Scheduled = 1.5
+    squared: bool = True
+
+    @model_validator(mode="after")
+    def _sensible(self) -> CURE:
+        if min(value_at(self.h, share) for share in (0.0, 1.0)) < 0:
+            raise SettingsError([(("h",), f"expected a length of at least 0, got {self.h}")])
+        return self
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        clean = model(batch.x)
+
+        def gradient(x: Tensor) -> Tensor:
+            """Each sample's own input gradient, which can be differentiated again."""
+            x = x.detach().requires_grad_(True)
+            losses = batch.cross_entropy(model, batch.net(x))
+            return torch.autograd.grad(losses.sum(), x, create_graph=True)[0]
+
+        with fixed(batch.net):
+            here = gradient(batch.x)
+            z = steepest(here.detach().sign(), 2.0)
+            bend = (gradient(batch.x + value_at(self.h, batch.progress) * z) - here).flatten(1)
+        # The norm, unlike the root of a sum of squares, has a gradient (of zero) where it is zero.
+        curvature = bend.square().sum(dim=1) if self.squared else torch.linalg.vector_norm(bend, dim=1)
+        loss = (batch.cross_entropy(model, clean) + self.weight * curvature).mean()
+        return Outcome(loss=loss, logits=clean.detach())

@@ -1,0 +1,121 @@
+"""Feature scattering: the adversary moves a batch as a whole, without looking at labels."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from steelman.attacks.base import input_gradient, logits_of, untouched
+from steelman.attacks.pgd import ascend
+from steelman.errors import UserError
+from steelman.heads import with_margin
+from steelman.models.norms import routed
+from steelman.objectives.base import Batch, Outcome
+from steelman.settings import Count, Number, settings
+
+
+@settings
+class FeatureScatter:
+    """mean CE(f(x*), q(y)), where x* climbs D(f(x), f(x')) = min_T sum_ij T_ij (1 - cos(f(x_i), f(x'_j))) of a batch.
+
+    q(y) gives the true class 1 - delta and each other class delta / (K - 1); a label smoothing around the objective is
+    applied on top, and the margin of a head lowers the true class alone. D is entropic optimal transport between the
+    clean and the perturbed logits with equal weights, by `iterations` rounds of Sinkhorn with that `regularisation`. x*
+    starts uniformly in the ball, outside the box until the first of its `steps` of `step` * eps, in eval mode.
+
+    The plan T is a constant to the gradient: by the envelope theorem that is the gradient of the regularised distance
+    at its minimum. The released code differentiates through its iterations instead, and stops them early. The
+    plan couples the samples, so, unlike with other attacks, x* depends on which samples share a batch (with several
+    processes, a process's share of it). One forward in train mode, of x*, moves batch norm.
+
+    A single attack step without labels is a weak adversary, and stronger attacks than plain PGD break these models: a
+    published CIFAR-10 model falls from 71.1 % under PGD-20 to 36.94 % under the feature attack. Believe no number of
+    theirs from PGD alone.
+
+    Zhang and Wang (2019), "Defense Against Adversarial Attacks Using Feature Scattering-based Adversarial Training".
+    """
+
+    steps: Count = 1
+    step: Annotated[Number, Field(gt=0)] = 1.0
+    regularisation: Annotated[Number, Field(gt=0)] = 0.01
+    iterations: Count = 100
+    delta: Annotated[Number, Field(ge=0, lt=1)] = 0.5
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        x_adv = self.scattered(batch)
+        logits = batch.adversarial(model, x_adv)
+        lowered = with_margin(model, logits, batch.y)
+        labels = soft_labels(logits, batch.y, self.delta)
+        losses = F.cross_entropy(lowered, labels, reduction="none", label_smoothing=batch.smoothing)
+        return Outcome(loss=losses.mean(), logits=logits.detach(), x_adv=x_adv)
+
+    def scattered(self, batch: Batch) -> Tensor:
+        """x*: the batch moved so that its logits are far, as a set, from the clean ones."""
+        x, net, threat = batch.x, batch.net, batch.threat
+        if batch.x_adv is not None:
+            return batch.x_adv
+        if threat.eps == 0:
+            return x
+        with routed(net, "adversarial"), untouched(net), torch.enable_grad():
+            with torch.no_grad():
+                clean = logits_of(net, x)
+            x_adv = threat.random_start(x, batch.index, batch.key, box=False)
+            for _ in range(self.steps):
+                x_adv.requires_grad_(True)
+                losses = distances(clean, logits_of(net, x_adv), self.regularisation, self.iterations)
+                x_adv = ascend(x_adv.detach(), input_gradient(losses, x_adv), x, threat, self.step * threat.eps)
+        return x_adv
+
+
+def distances(clean: Tensor, moved: Tensor, regularisation: float, iterations: int) -> Tensor:
+    """What the transport of each row of `moved` costs for a unit of its mass; the mean is the distance D of the sets.
+
+    >>> distances(torch.eye(3), torch.tensor([[0.0, 1, 1], [1, 0, 1], [1, 1, 0]]), 0.01, 100)
+    tensor([0.2929, 0.2929, 0.2929])
+    """
+    # A product that autocast would round: in half precision the costs would be too coarse for the regularisation.
+    with torch.autocast(clean.device.type, enabled=False):
+        cost = 1 - F.normalize(clean, dim=1) @ F.normalize(moved, dim=1).T
+    return len(moved) * (transport(cost.detach(), regularisation, iterations) * cost).sum(dim=0)
+
+
+@torch.no_grad()
+def transport(cost: Tensor, regularisation: float, iterations: int) -> Tensor:
+    """argmin_T <T, cost> + regularisation * sum T log T, with rows and columns of equal mass: Sinkhorn's iterations.
+
+    On logarithms, where nothing overflows or vanishes. Columns are met exactly, rows as far as the iterations came.
+
+    Cuturi (2013), "Sinkhorn Distances: Lightspeed Computation of Optimal Transport", Algorithm 1.
+
+    >>> transport(1 - torch.eye(2), 0.5, 100)
+    tensor([[0.4404, 0.0596],
+            [0.0596, 0.4404]])
+    """
+    rows, columns = cost.shape
+    kernel = -cost / regularisation
+    v = torch.zeros_like(cost[0])
+    for _ in range(iterations):
+        u = -math.log(rows) - torch.logsumexp(kernel + v, dim=1, keepdim=True)
+        v = -math.log(columns) - torch.logsumexp(kernel + u, dim=0)
+    return (kernel + u + v).exp()
+
+
+def soft_labels(logits: Tensor, y: Tensor, delta: float) -> Tensor:
+    """1 - delta for the true class, delta / (K - 1) for each of the others, as the logits are laid out.
+
+    >>> soft_labels(torch.zeros(1, 3), torch.tensor([2]), 0.5)
+    tensor([[0.2500, 0.2500, 0.5000]])
+    """
+    classes = logits.shape[1]
+    if delta >= 1 - 1 / classes:
+        raise UserError(
+            f"feature scatter: with {classes} classes the true one is the likeliest label for a delta below "
+            f"{1 - 1 / classes:g}; got {delta:g}"
+        )
+    labels = torch.full_like(logits, delta / (classes - 1), dtype=torch.promote_types(logits.dtype, torch.float32))
+    return labels.scatter(1, y[:, None], 1 - delta)
