@@ -1,4 +1,4 @@
-"""LLR and CURE: losses that descend an input gradient, against recomputations in float64; and the batch norm they need."""
+"""LLR and CURE, which descend an input gradient, against recomputations in float64; and the batch norm they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from steelman.heads import HEADS, build_head
 from steelman.models.classifier import Classifier
 from steelman.models.norms import routed, split_norms
-from steelman.models.statistics import recorded, steady
+from steelman.models.statistics import fixed, recorded
 from steelman.objectives import Batch
 from steelman.objectives.cure import CURE
 from steelman.objectives.llr import LLR
@@ -163,10 +163,10 @@ class TestLLR:
             x, y = batch.x[one], batch.y[one]
             clean, gradient = (value.detach() for value in slope(naive, x, y))
             if norm == "linf":
-                noise = batch.key.uniform(batch.index[one], SHAPE, torch.float64)
+                noise = batch.key.fold("llr").uniform(batch.index[one], SHAPE, torch.float64)
                 moved = (x + eps * (2 * noise - 1)).clamp(0, 1)
             else:
-                moved = batch.threat.random_start(x, batch.index[one], batch.key)
+                moved = batch.threat.random_start(x, batch.index[one], batch.key.fold("llr"))
             first, m, v = moved, torch.zeros_like(x), torch.zeros_like(x)
             for t in range(1, 5):
                 moved = moved.detach().requires_grad_()
@@ -435,19 +435,6 @@ def test_cure_has_no_attack_and_neither_runs_compiled() -> None:
     assert "input gradient" in CURE.eager
 
 
-class Twice(nn.Module):
-    """One batch norm used at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        once: Tensor = self.norm(x.flatten(1)).exp()
-        out: Tensor = self.norm(once)
-        return out
-
-
 def flat(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 16), *layers).double()
 
@@ -461,17 +448,16 @@ class TestStatistics:
             flat(nn.BatchNorm1d(16, momentum=None), nn.Tanh()),
             flat(nn.BatchNorm1d(16, track_running_stats=False)),
             nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Softplus()).double(),
-            Twice().double(),
             split_norms(flat(nn.BatchNorm1d(16))),
         ],
     )
-    def test_a_steady_model_repeats_the_batch_and_ties_no_sample_to_another(self, net: nn.Module) -> None:
+    def test_a_fixed_model_repeats_the_batch_and_ties_no_sample_to_another(self, net: nn.Module) -> None:
         x = a_batch(net).x
         with routed(net, "adversarial"):
             with recorded(net) as moments:
                 expected = net.train()(x)
             before = {name: value.clone() for name, value in net.state_dict().items()}
-            with steady(net, moments):
+            with fixed(net, moments):
                 for rows in (slice(None), slice(2), slice(2, 3)):
                     torch.testing.assert_close(net(x[rows]), expected[rows])
         assert net.state_dict().keys() == before.keys()
@@ -485,7 +471,7 @@ class TestStatistics:
         with recorded(net) as moments:
             expected = net(x)
         assert moments == {}
-        with steady(net, moments):
+        with fixed(net, moments):
             torch.testing.assert_close(net(x), expected)
         assert net.training
         assert not net[2].training  # type: ignore[index]
@@ -496,7 +482,7 @@ class TestStatistics:
         with recorded(net) as moments:
             net(x)
         assert all(not value.requires_grad for uses in moments.values() for pair in uses for value in pair)
-        with steady(net, moments):
+        with fixed(net, moments):
             net(x)[0].sum().backward()
         assert x.grad is not None
         assert norms(x.grad, 2.0).count_nonzero() == 1, "the other samples have no part in it"

@@ -219,12 +219,12 @@ def test_batch_norm_moves_in_the_forwards_an_objective_declares_and_nowhere_else
     objective = OBJECTIVES[name]()
     outcome = objective(net, a_batch(net))
     norms = net.backbone.layers[1]  # type: ignore[union-attr,index]
-    moved = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in ("clean", "adversarial")}  # type: ignore[arg-type]
+    moved = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in ("clean", "adversarial")}
     assert moved == {branch: forwards_of(objective).count(branch) for branch in moved}
     torch.autograd.backward(outcome.loss)
     if outcome.after is not None:
         outcome.after()
-    again = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in moved}  # type: ignore[arg-type]
+    again = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in moved}
     assert again == moved
 
 

@@ -16,7 +16,8 @@ Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
 def recorded(model: nn.Module) -> Iterator[Statistics]:
     """Inside, each forward notes the mean and (biased) variance by which every batch norm normalised its batch.
 
-    A batch norm that did not run, or that used its running averages, is not in it.
+    A batch norm that did not run, or that used its running averages, is not in it; of one that runs at several places
+    the last is.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> with recorded(norm) as seen:

@@ -51,7 +51,8 @@ class LLR:
         nominal = batch.cross_entropy(model, clean)
         if batch.threat.eps == 0:  # a schedule may start there: delta is zero, and both terms with it
             return Outcome(loss=nominal.mean(), logits=clean.detach(), x_adv=batch.x)
-        with fixed(batch.net, statistics):
+        # In half precision the difference of two losses would be rounding.
+        with fixed(batch.net, statistics), torch.autocast(batch.x.device.type, enabled=False):
             x = batch.x.detach().requires_grad_(True)
             at_x = batch.cross_entropy(model, batch.net(x))
             (gradient,) = torch.autograd.grad(at_x.sum(), x, create_graph=True)  # of the sum: each sample's own
