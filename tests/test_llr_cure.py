@@ -117,7 +117,7 @@ class TestLLR:
         assert all(min(values) < 0 < max(values) for values in (gaps, rises))
         loss = float(LLR(weight=2, mu=1)(net, batch).loss.detach())
         gap, rise = mean([value.abs() for value in gaps]), mean([value.abs() for value in rises])
-        assert loss == pytest.approx(float(mean(losses) + 2 * gap + rise))
+        assert loss == pytest.approx(float((mean(losses) + 2 * gap + rise).detach()))
         for wrong in (
             2 * gap + rise,  # l(x) dropped
             mean(losses) + 2 * mean(gaps).abs() + rise,  # the absolute value of the batch mean

@@ -159,9 +159,7 @@ class Training:
         """The epochs, counted from 1, that end a cycle; each must be a whole one."""
         schedule = next((one for one in (self.lr, self.eps) if isinstance(one, Resets)), None)
         if schedule is None:
-            raise SettingsError(
-                [(("select",), "cycles are those of a schedule with resets, and neither lr nor eps is")]
-            )
+            raise SettingsError([(("select",), "cycles are those of resets, and neither lr nor eps has any")])
         ends = [share * self.epochs for share in (*schedule.at, 1.0)]
         if any(abs(end - round(end)) > 1e-6 or round(end) < 1 for end in ends):
             shown = ", ".join(f"{end:g}" for end in ends)
