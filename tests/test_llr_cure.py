@@ -110,6 +110,18 @@ class TestLLR:
         torch.testing.assert_close(outcome.logits, naive.rows(x_adv).detach())
         assert not outcome.logits.requires_grad
 
+    @every_head
+    def test_the_norm_of_the_gradient_may_stand_for_the_rise_along_delta(self, head: str) -> None:
+        net = a_small(head)
+        batch, naive, x_adv = given(net, head)
+        losses, gaps, _ = parts(naive, batch, x_adv)
+        norms = []
+        for row in range(len(batch.x)):
+            _, gradient = slope(naive, batch.x[row : row + 1], batch.y[row : row + 1])
+            norms.append((gradient**2).sum() ** 0.5)
+        expected = mean([a + 2.5 * b.abs() + 0.7 * c for a, b, c in zip(losses, gaps, norms)])
+        check_gradients(net, naive, LLR(weight=2.5, mu=0.7, penalty="norm")(net, batch).loss, expected)
+
     def test_the_loss_tells_the_known_mistakes_apart(self) -> None:
         net = a_small("linear")
         batch, naive, x_adv = given(net, "linear")
@@ -124,7 +136,7 @@ class TestLLR:
             mean(losses) + 2 * gap + mean(rises),  # none on the second term
             mean(losses) + 2 * gap + mean(rises).abs(),
         ):
-            assert abs(float(wrong) - loss) > 1e-4
+            assert abs(float(wrong.detach()) - loss) > 1e-4
 
     def test_finite_differences_agree(self) -> None:
         """delta . grad l(x) as a difference quotient: no second derivative is taken on this side."""
