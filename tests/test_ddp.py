@@ -63,16 +63,24 @@ def ended(running: list[Running], codes: set[int]) -> None:
     assert not any("Traceback" in one.error for one in running)
 
 
-def test_two_processes_train_to_what_one_does(tmp_path: Path) -> None:
+PLAIN = "objective={name: pgd-at, attack: {name: pgd, steps: 2, step_size: 0.05}}"
+
+
+@pytest.mark.parametrize("objective", [PLAIN, "objective={name: llr, steps: 2}", "objective=cure", "objective=gat"])
+def test_two_processes_train_to_what_one_does(objective: str, tmp_path: Path) -> None:
     """Without batch norm and dropout the gradient of a batch is the mean of its halves'."""
-    options = (*COMMON, "model={name: mlp, width: 16}", "data={name: digits, augment: {name: crop, pad: 1}}")
+    common = (objective, *(option for option in COMMON if not option.startswith("objective")))
+    smooth = objective != PLAIN
+    net = f"model={{name: mlp, width: 16, activation: {'silu' if smooth else 'relu'}}}"
+    options = (*common, net, "data={name: digits, augment: {name: crop, pad: 1}}")
     both = two_processes(tmp_path, "train", "digits-pgd-at", *options, "compute.devices=2", "--out", "two")
     source, _ = config.read("digits-pgd-at", options)
     run.train(source, tmp_path / "one", console=Console(quiet=True))
     ended(both, {0})
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+        # A sign that rounding turns moves a pixel, and Adam makes the most of it: more so on a smooth network.
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-3 if smooth else 1e-4)
     for left, right in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two")):
         assert right["step"] == left["step"]
         assert right["loss"] == pytest.approx(left["loss"], rel=1e-3)
@@ -80,6 +88,18 @@ def test_two_processes_train_to_what_one_does(tmp_path: Path) -> None:
             assert right[name] == pytest.approx(left[name], abs=0.021), name
     assert both[1].output == "", "one process speaks for both"
     assert "report:" in both[0].output
+
+
+def test_what_an_objective_carries_is_each_processes_own(tmp_path: Path) -> None:
+    options = [option for option in NOISY if not option.startswith("objective")]
+    train = ("train", "digits-pgd-at", *options, "objective={name: tla, pool: 3}", "--out", "run")
+    both = started(tmp_path, *train, steps=6)
+    both[0].signal(signal.SIGTERM)
+    ended(both, {143})
+    carried = newest(tmp_path / "run")["carry"]
+    assert len(carried["pool_index"]) == 2
+    assert not set(carried["pool_index"][0].tolist()) & set(carried["pool_index"][1].tolist())
+    ended(two_processes(tmp_path, "resume", "run"), {0})
 
 
 @pytest.fixture(scope="module")

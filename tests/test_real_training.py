@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,20 @@ from rich.console import Console
 from steelman import config, run
 from steelman.data import get
 from steelman.errors import UserError
+from tests.training_helpers import metrics
 
 pytestmark = pytest.mark.real_data
 
 
-def test_a_short_run_on_mnist_is_far_more_robust_than_chance(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def _mnist() -> None:
     try:
         get("mnist")
     except UserError as error:
         pytest.skip(f"mnist cannot be had here: {error}")
+
+
+def test_a_short_run_on_mnist_is_far_more_robust_than_chance(tmp_path: Path) -> None:
     source, origin = config.read(
         "mnist-fastat-style",
         [
@@ -39,3 +45,27 @@ def test_a_short_run_on_mnist_is_far_more_robust_than_chance(tmp_path: Path) -> 
     assert 0.65 < found.score("worst case").accuracy < found.score("clean").accuracy
     assert found.curve[-1].correct < found.curve[0].correct / 4
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_fast_at_with_a_large_step_overfits_is_found_out_and_rolled_back(tmp_path: Path) -> None:
+    """A step of twice the radius puts every pixel at the edge of the ball: the model learns those images alone."""
+    source, origin = config.read(
+        "mnist-fastat-style",
+        [
+            "objective={name: fast-at, step: 2}",
+            "training.ema=null",
+            "training.batch_size=50",
+            "validation={size: 50000, samples: 200, attack: {name: pgd, steps: 10, step_size: 0.05}}",
+            "evaluation={samples: 50, attacks: {PGD: {name: pgd, steps: 5}}}",
+        ],
+    )
+    run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
+    history = metrics(tmp_path / "run")
+    best = max(history, key=lambda epoch: epoch["validation_robust"])
+    assert len(history) < 10, "stopped before its 10 epochs"
+    assert best["validation_robust"] - history[-1]["validation_robust"] > 0.15
+    assert history[-1]["train_accuracy"] > 0.5, "while it withstands its own attack"
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "stopped early"
+    assert "catastrophic overfitting" in record["message"]
+    assert record["kept_epoch"] == best["epoch"] < history[-1]["epoch"]
