@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,36 @@ def test_no_patience_no_stop() -> None:
 def test_weight_perturbation_of_free_at_is_refused() -> None:
     source, _ = config.read("digits-pgd-at", ["objective=free-at", "around.awp.gamma=0.01"])
     with pytest.raises(UserError, match=r"around\.awp: FreeAT makes its perturbation while it trains"):
+        config.parse(source)
+
+
+def no_linear_layer() -> nn.Module:
+    """For a recipe, by import path: logits that come from a convolution."""
+    return nn.Sequential(nn.Conv2d(1, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parametrize("name", ["rat", "tla"])
+def test_features_that_cannot_be_read_are_said_before_a_folder_is_made(name: str, tmp_path: Path) -> None:
+    source, _ = config.read("digits-pgd-at", [f"objective={name}", "model=tests.test_around:no_linear_layer"])
+    with pytest.raises(UserError, match=f"{name.upper()}: expected a model whose logits come from a linear layer"):
+        run.train(source, tmp_path / "run", console=Console(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective=llr", "compute.compile=true"], "compute.compile: LLR differentiates an input gradient"),
+        (["objective=tla", "compute.compile=true"], "compute.compile: TLA reads features as the model runs"),
+        (["around.auxiliary_norm=clean"], "around.auxiliary_norm: PGDAT trains on adversarial batches alone"),
+        (["objective=free-at", "objective.replays=0"], "objective.replays: input should be greater than 0, got 0"),
+        (["head={name: he, scale: 0}"], "head scale: expected a number above 0, got 0"),
+        (["training.eps={name: cosine, start: 0.1, end: 0.2, cap: 0.05}"], "training.eps.cap: expected at least"),
+    ],
+)
+def test_combinations_that_cannot_be_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
+    source, _ = config.read("digits-pgd-at", overrides)
+    with pytest.raises(UserError, match=re.escape(message)):
         config.parse(source)
 
 

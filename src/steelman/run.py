@@ -29,7 +29,7 @@ from steelman.evaluation.harness import versions
 from steelman.files import write_atomic
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
 from steelman.models.norms import route, split_norms
-from steelman.objectives import is_adversarial
+from steelman.objectives import check_model, is_adversarial
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
 from steelman.training import Compute, Trained, Trainer
@@ -150,6 +150,7 @@ def train(
     net = build_model(recipe, dataset.shape, dataset.num_classes)
     helper = _helper(recipe, dataset)
     check_contract(net, training, recipe.threat, torch.device("cpu"))
+    check_model(recipe.objective, net)
     if not resume and _is_first_process():
         prepare(folder, source)
     fabric.launch()

@@ -67,6 +67,10 @@ class RAT:
     sigma: Annotated[Number, Field(ge=0)] = 1e-4
     attack: Annotated[Attack | None, BeforeValidator(_of_base)] = None
 
+    def check(self, net: nn.Module) -> None:
+        """Raise, before anything is trained, unless the model has features to read."""
+        last_layer(net)
+
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = self.crafted(batch)
         with features_of(batch.net) as seen:

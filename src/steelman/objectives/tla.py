@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import untouched
 from steelman.errors import UserError
-from steelman.heads import features_of
+from steelman.heads import features_of, last_layer
 from steelman.models.norms import Branch, routed
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.rng import Key
@@ -47,6 +47,10 @@ class TLA:
     positive: Literal["class", "own", "both"] = "class"
     pool: Count = 10
     attack: Annotated[Attack, inner()] = PGD(steps=7, keep="last")
+
+    def check(self, net: nn.Module) -> None:
+        """Raise, before anything is trained, unless the model has features to read."""
+        last_layer(net)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
