@@ -326,7 +326,7 @@ def test_members_keep_their_modes_names_and_weights() -> None:
 def test_head_options_on_an_ensemble_of_heads_are_refused(options: dict[str, bool]) -> None:
     net, x, y = Ensemble([a_net("he", seed=0), a_net("he", seed=1)]), torch.rand(3, *SHAPE), torch.arange(3)
     before = everything(net)
-    with pytest.raises(UserError, match="expected at most one steelman head in the model, found 2"):
+    with pytest.raises(UserError, match="head_margin and head_scale are for a model with one head; this one has 2"):
         PGD(**options)(net, x, y, ThreatModel(eps=0.1))  # type: ignore[arg-type]
     assert everything(net) == before
     PGD(steps=2)(net, x, y, ThreatModel(eps=0.1))  # without them it is a model as any other

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman import config, run
@@ -17,9 +20,10 @@ from steelman.models.classifier import Ensemble
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.schedules import SCHEDULES
 from steelman.threat import ThreatModel
-from steelman.training import Trainer, Training
+from steelman.training import Guard, Trainer, Training
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
-from tests.training_helpers import a_trainer, interrupted_at, plain_trainer, same_run
+from steelman.training.guard import collapse
+from tests.training_helpers import a_trainer, interrupted_at, plain_trainer, said, same_run
 
 CYCLES: dict[str, Any] = {
     "epochs": 4,
@@ -45,7 +49,7 @@ def test_the_ends_of_cycles_are_kept_as_members(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_interrupted_run_has_the_same_members(tmp_path: Path) -> None:
-    eps = SCHEDULES["resets"](schedule={"name": "linear", "start": 0.0, "end": 0.1}, at=[0.5])
+    eps = SCHEDULES["resets"](schedule={"name": "linear", "start": 0.0, "end": 0.1}, at=[0.25, 0.5])
     training = {**CYCLES, "eps_per": "epoch", "eps": eps}
     whole = a_trainer(tmp_path / "whole", training=training).fit()
     trainer = a_trainer(tmp_path / "parts", training=training)
@@ -76,6 +80,50 @@ def test_a_run_that_ends_in_its_first_cycle_keeps_its_best_epoch(tmp_path: Path,
 def test_cycles_that_cannot_be_kept_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Training(**{**CYCLES, **changes})
+
+
+def test_an_end_that_the_run_was_stopped_for_is_no_member(tmp_path: Path, monkeypatch: Any) -> None:
+    scores = iter([0.6, 0.7, 0.1])
+    monkeypatch.setattr(Trainer, "validate", lambda _: (1.0, next(scores)))
+    monkeypatch.setattr(Trainer, "_reason_to_stop", lambda self: "fallen" if self.progress.epoch == 3 else None)
+    training = {**CYCLES, "epochs": 6, "lr": SCHEDULES["resets"](schedule=0.1, at=[1 / 6, 0.5])}
+    trained = plain_trainer(tmp_path, training=training, guard=Guard()).fit()
+    assert (trained.members, trained.epoch) == (1, 1), "the end of the second cycle is the one that fell"
+
+
+def test_a_damaged_end_costs_one_member(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Trainer, "validate", lambda _: (1.0, 0.5))
+    plain_trainer(tmp_path, training=CYCLES).fit()
+    (checkpoint_path(tmp_path, 12) / "tensors.safetensors").write_bytes(b"not what it was")
+    again = plain_trainer(tmp_path, training=CYCLES)
+    assert again.fit(resume=True).members == 2
+    assert "the ensemble goes without it" in said(again.console)
+
+
+def test_a_reset_of_the_radius_is_no_collapse() -> None:
+    rows = [(0.40, 0.40, 0.03), (0.45, 0.45, 0.03), (0.02, 0.90, 0.0)]
+    history = [
+        {"epoch": i + 1, "validation_robust": robust, "train_accuracy": train, "eps": eps}
+        for i, (robust, train, eps) in enumerate(rows)
+    ]
+    assert collapse(history, Guard()) is None
+    assert collapse([*history[:2], {**history[2], "eps": 0.03}], Guard()) is not None
+
+
+def test_attacks_that_need_one_head_are_refused_before_an_ensemble_is_trained() -> None:
+    overrides = ["training.lr={name: resets, at: [0.5], schedule: 0.1}", "training.select=cycles", "training.epochs=4"]
+    overrides += ["evaluation.attacks={a: adaptive, b: pgd}"]
+    config.parse(config.read("digits-pgd-at", overrides)[0])  # a linear head has neither scale nor margin
+    with pytest.raises(UserError, match=r"evaluation\.attacks: a: head_margin and head_scale are for a model with one"):
+        config.parse(config.read("digits-pgd-at", [*overrides, "head=he"])[0])
+
+
+def test_cycles_that_differ_are_refused_and_a_warm_up_hides_none() -> None:
+    eps = SCHEDULES["resets"](schedule={"name": "linear", "start": 0, "end": 0.1}, at=[0.25])
+    with pytest.raises(ValueError, match="cycles of lr and of eps differ"):
+        Training(**{**CYCLES, "eps": eps})
+    lr = SCHEDULES["warmup"](schedule=CYCLES["lr"], until=0.1)
+    assert Training(**{**CYCLES, "lr": lr}).cycle_ends() == [1, 2, 4]
 
 
 def test_cycles_may_be_those_of_the_radius() -> None:
@@ -152,3 +200,27 @@ class TestHelper:
         with pytest.raises(UserError, match=r"objective\.helper: no model in .*it is not a run"):
             run.train(source, tmp_path / "run", console=Console(quiet=True))
         assert not (tmp_path / "run").exists(), "said before a folder was made"
+
+    def test_another_one_is_another_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        quick = ["training.epochs=1", "validation.samples=10", "evaluation.samples=10", "training.batch_size=256"]
+        quick += ["evaluation.attacks={fgsm: fgsm}"]
+        source, origin = config.read("digits-standard", quick)
+        run.train(source, tmp_path / "helper", console=Console(quiet=True), origin=origin)
+        source, origin = config.read("digits-pgd-at", [*quick, "objective=hat", f"objective.helper={tmp_path}/helper"])
+        seen: list[str] = []
+        plain = Trainer.fit
+
+        def fit(trainer: Trainer, resume: bool = False) -> Any:
+            seen.append(trainer.fingerprint)
+            return plain(trainer, resume)
+
+        monkeypatch.setattr(Trainer, "fit", fit)
+        run.train(source, tmp_path / "one", console=Console(quiet=True), origin=origin)
+        record = json.loads((tmp_path / "helper" / "model.json").read_text())
+        model, _ = run.load_model(tmp_path / "helper")
+        weights = {name: 1.5 * value for name, value in model.state_dict().items()}
+        (tmp_path / "helper" / "model.safetensors").write_bytes(save(weights))
+        record["sha256"] = hashlib.sha256((tmp_path / "helper" / "model.safetensors").read_bytes()).hexdigest()
+        (tmp_path / "helper" / "model.json").write_text(json.dumps(record))
+        run.train(source, tmp_path / "two", console=Console(quiet=True), origin=origin)
+        assert seen[0] != seen[1]

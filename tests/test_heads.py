@@ -468,7 +468,6 @@ def test_one_step_of_the_trainer_is_projected_gradient_descent(tmp_path: Path) -
         torch.testing.assert_close(end, F.normalize(before - 0.1 * gradient, dim=1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="the weights of the layer that was there are copied as they are")
 def test_a_projected_head_put_on_a_model_starts_on_the_sphere() -> None:
     net = embed(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "he", wn_mode="project")
     torch.testing.assert_close(net[1].weight.detach().norm(dim=1), torch.ones(3))  # type: ignore[index]

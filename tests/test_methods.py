@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.heads import HEADS
 from steelman.models.norms import split_norms
-from steelman.objectives import OBJECTIVES, Batch, forwards_of
+from steelman.objectives import OBJECTIVES, Batch, Outcome, forwards_of
 from steelman.objectives.alp import ALP
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.free_at import FreeAT
 from steelman.objectives.mart import MART
 from steelman.objectives.trades import TRADES
 from steelman.threat import ThreatModel
-from steelman.training import AWP
+from steelman.training import AWP, Around, Compute
 from steelman.training.awp import shift
 from tests.test_objectives import CLASSES, HEAD_OPTIONS, Naive, a_small, check_gradients
-from tests.training_helpers import a_batch, a_net
+from tests.training_helpers import a_batch, a_net, plain_trainer
 
 every_head = pytest.mark.parametrize("head", sorted(HEADS))
 
@@ -172,6 +174,32 @@ def test_free_at_carries_its_perturbation_as_a_hand_written_loop_does() -> None:
 
 
 class TestAWP:
+    def test_it_works_in_mixed_precision(self, tmp_path: Path) -> None:
+        """The loss is taken at the moved weights even where autocast keeps copies of them."""
+        losses = []
+        for name, awp in (("without", None), ("with", AWP(gamma=0.5))):
+            trainer = plain_trainer(
+                tmp_path / name,
+                net=a_net(dropout=0.0),
+                objective=OBJECTIVES["pgd-at"](),
+                around=Around(awp=awp),
+                compute=Compute(accelerator="cpu", precision="bf16-mixed"),
+                training={"lr": 0.0, "epochs": 1},
+            )
+            losses.append(trainer.fit().history[0]["loss"])
+        assert losses[1] > 1.05 * losses[0]
+
+    def test_a_loss_that_is_not_finite_moves_nothing(self) -> None:
+        net = a_small("linear")
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+
+        def broken(model: Any, batch: Batch) -> Outcome:
+            logits = model(batch.x)
+            return Outcome(loss=logits.sum() * float("nan"), logits=logits.detach())
+
+        assert AWP(gamma=0.1).shifted(broken, a_batch(net), Fabric(accelerator="cpu", devices=1)) is None
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
     def test_the_step_is_each_weights_own_length_along_its_gradient(self) -> None:
         net = a_small("linear")
         batch, naive, x_adv = given(net, "linear")

@@ -221,7 +221,6 @@ def test_a_compiled_model_follows_the_routing() -> None:
     }
 
 
-@pytest.mark.xfail(strict=True, reason="only the first name of a shared batch norm is split")
 def test_a_batch_norm_used_in_two_places_is_split_in_both() -> None:
     shared = nn.BatchNorm1d(4)
     inside = nn.Sequential(nn.Linear(4, 4), shared)

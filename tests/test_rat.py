@@ -258,7 +258,7 @@ def test_models_it_cannot_work_on() -> None:
     narrow = nn.Sequential(
         nn.Flatten(), nn.Linear(16, 5), nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 1, (1, 3)), nn.Flatten()
     )
-    with pytest.raises(UserError, match="give 3 logits, got one with 5 outputs"):
+    with pytest.raises(UserError, match="give its 3 logits, got one with 5 outputs"):
         RAT()(narrow.double(), a_batch(narrow))
     [(key, reason)] = objections(RAT(), compiled=True, awp=True, auxiliary_norm=True)
     assert key == "compute.compile"

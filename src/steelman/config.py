@@ -108,9 +108,9 @@ def _head(value: object) -> object:
 
 def _validated(cls: Any, value: object) -> Any:
     if not isinstance(value, Mapping):
-        raise UserError(f"expected a mapping with a name, got {value!r}")
+        raise UserError(f"expected a mapping of keys to values, got {value!r}")
     try:
-        return cls(**value)
+        return cls(**{str(key): item for key, item in value.items()})
     except ValidationError as error:
         raise SettingsError.of(error, cls) from None
 
@@ -229,12 +229,29 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
             f"{origin}:\n  objective.helper: expected the folder of a finished run, whose model "
             f"{type(recipe.objective).__name__} learns from, got none"
         )
+    if recipe.training.select == "cycles" and (labels := _single_headed(recipe)):
+        raise UserError(
+            f"{origin}:\n  evaluation.attacks: {', '.join(labels)}: head_margin and head_scale are for a model with "
+            "one head, and training.select cycles makes an ensemble"
+        )
     if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
         raise UserError(
             f"{origin}:\n  training.batch_size: expected a multiple of the number of processes, "
             f"{devices * recipe.compute.nodes}, got {recipe.training.batch_size}"
         )
     return recipe
+
+
+def _single_headed(recipe: Recipe) -> list[str]:
+    """The attacks that look at a scale or a margin of the recipe's head which the logits do not show."""
+    with torch.random.fork_rng(devices=[]):
+        head = build_head(recipe.head.name, 2, 2, **recipe.head.options)
+    return [
+        label
+        for label, attack in recipe.evaluation.attacks.items()
+        if (getattr(attack, "head_margin", False) and head.margin)
+        or (not getattr(attack, "head_scale", True) and head.scale != 1)
+    ]
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:

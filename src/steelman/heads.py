@@ -170,9 +170,14 @@ def build_head(name: str, features: int, num_classes: int, **options: Any) -> He
     return make("head", HEADS, name, {"features": features, "num_classes": num_classes, **options})
 
 
+def heads_of(model: nn.Module) -> list[Head]:
+    """The steelman heads inside a model, however it is wrapped: an ensemble has several."""
+    return [module for module in model.modules() if isinstance(module, Head)]
+
+
 def head_of(model: nn.Module) -> Head | None:
-    """The steelman head inside a model, however it is wrapped; None when it has none."""
-    found = [module for module in model.modules() if isinstance(module, Head)]
+    """The steelman head inside a model; None when it has none."""
+    found = heads_of(model)
     if len(found) > 1:
         raise UserError(f"expected at most one steelman head in the model, found {len(found)}")
     return found[0] if found else None
@@ -216,6 +221,25 @@ def features_of(model: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+def check_features(layer: Head | nn.Linear, seen: list[Tensor], logits: Tensor, forwards: int) -> None:
+    """Raise unless the logits of `forwards` forwards can have come from the layer whose inputs were `seen`."""
+    if len(seen) != forwards or len(layer.weight) != logits.shape[1]:
+        raise UserError(
+            f"expected the model's last linear layer to run once in a forward and give its {logits.shape[1]} logits, "
+            f"got one with {len(layer.weight)} outputs that ran {len(seen)} times in {forwards}"
+        )
+
+
+def check_readable(model: nn.Module, x: Tensor) -> None:
+    """Raise unless the features of a model, which enters its last layer once a forward, can be read; `x` are images."""
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.no_grad(), features_of(model) as seen:
+        logits = model.eval()(x)
+    for module, training in modes:
+        module.training = training
+    check_features(last_layer(model), seen, logits, 1)
+
+
 def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **options: Any) -> nn.Module:
     """Put a head on any model in place of its last linear layer, keeping that layer's weights; the model is changed.
 
@@ -243,6 +267,7 @@ def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **opt
         new.weight.copy_(old.weight)
         if new.bias is not None:
             new.bias.copy_(torch.zeros_like(new.bias) if old.bias is None else old.bias)
+    new.project()
     new.to(device=old.weight.device, dtype=old.weight.dtype).train(old.training)
     parent, _, name = layer.rpartition(".")
     setattr(model.get_submodule(parent), name, new)

@@ -58,11 +58,11 @@ def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -
     return model
 
 
-def _helper(recipe: Recipe, dataset: data.Dataset) -> nn.Module | None:
-    """The model that the objective learns from, if it names one."""
+def _helper(recipe: Recipe, dataset: data.Dataset) -> tuple[nn.Module | None, str]:
+    """The model that the objective learns from, if it names one, and its checksum."""
     folder: Path | None = getattr(recipe.objective, "helper", None)
     if folder is None:
-        return None
+        return None, ""
     try:
         model, record = load_model(folder)
     except UserError as error:
@@ -73,7 +73,7 @@ def _helper(recipe: Recipe, dataset: data.Dataset) -> nn.Module | None:
             f"objective.helper: the model in {folder} is for images of shape {found[0]} and {len(found[1])} classes; "
             f"expected the classes of {dataset.name}, {dataset.num_classes}, and images of {dataset.shape}"
         )
-    return model
+    return model, str(record["sha256"])
 
 
 def make_fabric(compute: Compute) -> Fabric:
@@ -148,9 +148,9 @@ def train(
     except UserError as error:
         raise UserError(f"validation.size: {error}") from None
     net = build_model(recipe, dataset.shape, dataset.num_classes)
-    helper = _helper(recipe, dataset)
+    helper, checksum = _helper(recipe, dataset)
     check_contract(net, training, recipe.threat, torch.device("cpu"))
-    check_model(recipe.objective, net)
+    check_model(recipe.objective, net, training.images(torch.arange(2)))
     if not resume and _is_first_process():
         prepare(folder, source)
     fabric.launch()
@@ -173,7 +173,8 @@ def train(
         fabric=fabric,
         folder=folder,
         console=console if fabric.is_global_zero else Console(quiet=True),
-        fingerprint=fingerprint(source),
+        # Another helper is another run: a resume with one is refused.
+        fingerprint=fingerprint({**source, "helper": checksum} if checksum else source),
         helper=helper,
     )
     started = time.monotonic()

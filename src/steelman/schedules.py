@@ -223,6 +223,11 @@ def _as_schedule(value: Any) -> float | Schedule:
 Scheduled = Annotated[float | Schedule, PlainValidator(_as_schedule)]
 
 
+def lowest(value: float | Schedule) -> float:
+    """The smallest value in a run, looked at percent by percent."""
+    return min(value_at(value, percent / 100) for percent in range(101))
+
+
 def value_at(value: float | Schedule, progress: float) -> float:
     """A number as it is; a schedule at `progress`."""
     return value(progress) if callable(value) else value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
 from steelman.errors import UserError, unknown
-from steelman.heads import head_of
+from steelman.heads import Head, heads_of
 from steelman.losses import LOSSES, adversarial_loss
 from steelman.rng import Key
 from steelman.settings import Count, Number, SettingsError, settings
@@ -137,7 +137,7 @@ class _Problem:
         self, attack: PGD, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, target: Tensor | None
     ) -> None:
         self.attack, self.model, self.x, self.y, self.threat = attack, model, x, y, threat
-        self.head = None if attack.head_scale and not attack.head_margin else head_of(model)
+        self.head = self.head_that_matters()
         self.targeted = target is not None
         self.target = target
         self.reference: Tensor | None = None
@@ -148,6 +148,20 @@ class _Problem:
             self.reference = clean
             if needs == "target":  # towards the runner-up class
                 self.target = clean.scatter(1, y[:, None], float("-inf")).argmax(dim=1)
+
+    def head_that_matters(self) -> Head | None:
+        """The head whose scale or margin the attack sees otherwise than the model shows it, if there is one."""
+        heads = [
+            head
+            for head in heads_of(self.model)
+            if (self.attack.head_margin and head.margin) or (not self.attack.head_scale and head.scale != 1)
+        ]
+        if len(heads) > 1:
+            raise UserError(
+                f"head_margin and head_scale are for a model with one head; this one has {len(heads)}, and gives the "
+                "mean of their probabilities: attack it with pgd"
+            )
+        return heads[0] if heads else None
 
     def evaluate(self, x_adv: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Logits and losses of the given rows."""

@@ -38,16 +38,18 @@ def split_norms(model: nn.Module) -> nn.Module:
     >>> type(net[1]).__name__
     'AuxiliaryNorm'
     """
+    # A module may stand at several places; named_children would tell of the first alone.
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()
         if isinstance(child, _BatchNorm)
     ]
     if not found:
         raise UserError("auxiliary batch norm: the model has no batch norm to split")
+    split = {norm: AuxiliaryNorm(norm) for norm in dict.fromkeys(norm for _, _, norm in found)}
     for parent, name, norm in found:
-        setattr(parent, name, AuxiliaryNorm(norm))
+        setattr(parent, name, split[norm])
     return model
 
 

@@ -97,19 +97,19 @@ class Objective(Protocol):
     `forwards`: the forwards in train mode, in order; these, and nothing else, move batch-norm statistics.
     `adversarial`: False for one that has no training attack, and so none to overfit to.
     `eager`: why it cannot run compiled. `single_pass`: why its loss cannot be taken twice on the same images, as
-    weight perturbation does. `replays`: how often in a row it sees each batch. A method `check(net)` raises for a model
-    that the objective cannot train.
+    weight perturbation does. `replays`: how often in a row it sees each batch. A method `check(net, x)` raises for a
+    model that the objective cannot train.
     """
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...
 
 
-def check_model(objective: object, net: nn.Module) -> None:
-    """Refuse a model that an objective cannot train, in the objective's own words."""
+def check_model(objective: object, net: nn.Module, x: Tensor) -> None:
+    """Refuse a model that an objective cannot train, in the objective's own words; `x` are a few images."""
     check = getattr(objective, "check", None)
     if check is not None:
         try:
-            check(net)
+            check(net, x)
         except UserError as error:
             raise UserError(f"{type(objective).__name__}: {error}") from None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from steelman.models.norms import Branch
 from steelman.models.statistics import fixed
 from steelman.objectives.base import Batch, Outcome
-from steelman.schedules import Scheduled, value_at
+from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings
 from steelman.threat import steepest
 
@@ -43,7 +43,7 @@ class CURE:
 
     @model_validator(mode="after")
     def _sensible(self) -> CURE:
-        if min(value_at(self.h, share) for share in (0.0, 1.0)) < 0:
+        if lowest(self.h) < 0:
             raise SettingsError([(("h",), f"expected a length of at least 0, got {self.h}")])
         return self
 

@@ -46,6 +46,11 @@ class FeatureScatter:
     iterations: Count = 100
     delta: Annotated[Number, Field(ge=0, lt=1)] = 0.5
 
+    def check(self, net: nn.Module, x: Tensor) -> None:
+        """Raise, before anything is trained, for a delta that is too large for the number of classes."""
+        with torch.no_grad(), untouched(net):
+            soft_labels(net(x), torch.zeros(len(x), dtype=torch.long), self.delta)
+
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = self.scattered(batch)
         logits = batch.adversarial(model, x_adv)

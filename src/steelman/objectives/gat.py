@@ -14,7 +14,7 @@ from steelman.attacks.pgd import ascend
 from steelman.losses import cross_entropy, kl
 from steelman.models.norms import Branch, routed
 from steelman.objectives.base import Batch, Outcome
-from steelman.schedules import Scheduled, value_at
+from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings
 
 
@@ -25,7 +25,7 @@ class GAT:
     p is the softmax. a is 0 and 1 in turn, batch by batch over the whole run (the released code begins each epoch with
     0). x* is one step of `step` * eps from x plus random signs of length `start` * eps in the threat's norm, which in
     linf is +-`start` * eps in every pixel, cut to the box before the step. `weight` may be a schedule: the released
-    recipe has 10, and four times that for the last 15 of 100 epochs. With `distance` "kl" the pair term of the loss is
+    recipe has 10, and four times that for the last 14 of 100 epochs. With `distance` "kl" the pair term of the loss is
     that of TRADES, beta * KL(p(x) || p(x*)), and the attack stays as it is.
 
     The attack works in eval mode, and p(x) is a constant to it. The margin of a head is in the cross-entropy of the
@@ -44,7 +44,7 @@ class GAT:
 
     @model_validator(mode="after")
     def _sensible(self) -> GAT:
-        if min(value_at(self.weight, share / 100) for share in range(101)) < 0:
+        if lowest(self.weight) < 0:
             raise SettingsError([(("weight",), f"expected a weight of at least 0, got {self.weight}")])
         return self
 

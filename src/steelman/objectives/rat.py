@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from steelman.attacks import Attack
-from steelman.errors import UserError
-from steelman.heads import Head, features_of, last_layer
+from steelman.heads import Head, check_features, check_readable, features_of, last_layer
 from steelman.losses import kl
 from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome, inner
@@ -67,9 +66,9 @@ class RAT:
     sigma: Annotated[Number, Field(ge=0)] = 1e-4
     attack: Annotated[Attack | None, BeforeValidator(_of_base)] = None
 
-    def check(self, net: nn.Module) -> None:
+    def check(self, net: nn.Module, x: Tensor) -> None:
         """Raise, before anything is trained, unless the model has features to read."""
-        last_layer(net)
+        check_readable(net, x)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = self.crafted(batch)
@@ -80,7 +79,8 @@ class RAT:
         else:
             label, pair = batch.cross_entropy(model, adversarial), torch.zeros_like(clean[:, 0])
         if self.order:
-            layer = checked(last_layer(batch.net), seen, clean)
+            layer = last_layer(batch.net)
+            check_features(layer, seen, clean, 2)
             r, r_adv = (row_sums(layer, z, batch.y) for z in seen)
             taylor = torch.zeros_like(label)
             for weight, for_adversarial, for_clean in self.gaps(r, r_adv)[: self.order]:
@@ -126,17 +126,6 @@ def shaken(net: nn.Module, sigma: float, key: Key) -> Iterator[None]:
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(before[name])
-
-
-def checked(layer: Head | nn.Linear, seen: list[Tensor], logits: Tensor) -> Head | nn.Linear:
-    """The last layer, if the logits can have come from it."""
-    if len(seen) != 2 or len(layer.weight) != logits.shape[1]:
-        raise UserError(
-            f"RAT compares gradients at the layer that gives the logits: expected the model's last linear layer to "
-            f"run once and give {logits.shape[1]} logits, got one with {len(layer.weight)} outputs that ran "
-            f"{len(seen)} times in two forwards"
-        )
-    return layer
 
 
 def row_sums(layer: Head | nn.Linear, z: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import untouched
 from steelman.errors import UserError
-from steelman.heads import features_of, last_layer
+from steelman.heads import check_features, check_readable, features_of, last_layer
 from steelman.models.norms import Branch, routed
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.rng import Key
@@ -48,9 +48,9 @@ class TLA:
     pool: Count = 10
     attack: Annotated[Attack, inner()] = PGD(steps=7, keep="last")
 
-    def check(self, net: nn.Module) -> None:
+    def check(self, net: nn.Module, x: Tensor) -> None:
         """Raise, before anything is trained, unless the model has features to read."""
-        last_layer(net)
+        check_readable(net, x)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
@@ -62,6 +62,7 @@ class TLA:
         with features_of(batch.net) as seen:
             logits = batch.adversarial(model, x_adv)
             model(pool.x[torch.cat([*positives, negatives])])
+        check_features(last_layer(batch.net), seen, logits, 2)
         a, chosen = map(as_rows, seen)
         *near, n = torch.split(chosen, len(a))
         triplets = torch.stack([self.triplet(a, p, n) for p in near]).mean(dim=0)

@@ -56,7 +56,7 @@ def _mapping(path: Path) -> dict[str, Any]:
         source = yaml.load(path.read_text(), LOADER)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UserError(f"no recipe at {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
         raise UserError(f"{path} is not YAML: {error}") from None
     if not isinstance(source, dict):
         raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")

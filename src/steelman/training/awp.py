@@ -32,17 +32,25 @@ class AWP:
     gamma: Annotated[Number, Field(ge=0)] = 0.005
     start: Annotated[Number, Field(ge=0, le=1)] = 0.0
 
-    def shifted(self, objective: Objective, model: nn.Module, batch: Batch, fabric: Fabric) -> Shifted:
-        """Move the weights to where the loss is to be taken; the batch to take it on, and the move."""
+    def shifted(self, objective: Objective, batch: Batch, fabric: Fabric) -> Shifted | None:
+        """Move the weights to where the loss is to be taken; the batch to take it on, and the move.
+
+        The first loss is taken on the bare module: its gradients are averaged over the processes here. Where it is not
+        finite nothing is moved.
+        """
         net = batch.net
         buffers = [buffer.clone() for buffer in net.buffers()]
         devices = [fabric.device] if fabric.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # both passes drop the same units
-            outcome = objective(model, batch)
+            outcome = objective(net, batch)
+        finite = bool(torch.isfinite(fabric.all_reduce(outcome.loss.detach(), reduce_op="sum")))  # type: ignore[arg-type]
         step = self.direction(net, outcome.loss, fabric)
         for buffer, before in zip(net.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        if not finite:
+            return None
         shift(net, step, 1)
+        torch.clear_autocast_cache()  # it holds the weights as they were
         return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
     def direction(self, net: nn.Module, loss: Tensor, fabric: Fabric | None = None) -> dict[str, Tensor]:

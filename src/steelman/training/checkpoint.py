@@ -1,7 +1,7 @@
 """Checkpoints: safetensors plus JSON in one folder, moved into place whole, checked by hash when read.
 
 Layout of a run: ``checkpoints/step-00001234/{tensors.safetensors,state.json}``. The newest two are kept, the last
-finished epoch's, and the one with the best validation robustness.
+finished epoch's, the one with the best validation robustness, and the ends of cycles where they are wanted.
 """
 
 from __future__ import annotations

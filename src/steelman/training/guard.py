@@ -20,6 +20,8 @@ def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
         return None
     last, before = history[-1], history[-2]
     best = max(history[:-1], key=lambda epoch: float(epoch["validation_robust"]))
+    if last.get("eps", 0) < best.get("eps", 0):  # a reset of the radius, after which both are expected
+        return None
     fell = best["validation_robust"] - last["validation_robust"]
     if fell > guard.drop and last["train_accuracy"] >= before["train_accuracy"] - 0.05:
         return (

@@ -33,10 +33,17 @@ def keep(
     if progress.best_step is None:
         raise UserError(f"{stopped}; no epoch had finished, so there are no weights to keep")
     last: int = progress.history[-1]["step"]
-    if training.select == "cycles" and (ends := _cycles(progress, training)):
-        members = [_weights(folder, step) for step in ends]
-        state = {f"members.{i}.{name}": value for i, member in enumerate(members) for name, value in member.items()}
-        return Trained(state, _epoch(progress, ends[-1]), tuple(progress.history), stopped, members=len(members))
+    members: dict[int, dict[str, Tensor]] = {}
+    for end in _cycles(progress, training) if training.select == "cycles" else ():
+        if stopped and rollback and end == last:  # the epoch that the run was stopped for
+            continue
+        try:
+            members[end] = _weights(folder, end)
+        except UserError as error:
+            console.print(f"{error}; the ensemble goes without it", style="yellow", highlight=False)
+    if members:
+        state = {f"members.{i}.{key}": item for i, one in enumerate(members.values()) for key, item in one.items()}
+        return Trained(state, _epoch(progress, max(members)), tuple(progress.history), stopped, members=len(members))
     step = last if training.select == "last" and not (stopped and rollback) else progress.best_step
     try:
         state = _weights(folder, step)

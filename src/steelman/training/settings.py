@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
 from steelman.models.norms import Branch
-from steelman.schedules import Resets, Scheduled, value_at
+from steelman.schedules import Resets, Scheduled, Warmup, lowest
 from steelman.settings import Count, Number, SettingsError, named, settings
 from steelman.training.awp import AWP
 
@@ -108,7 +108,7 @@ class Compute:
 
 @settings
 class Around:
-    """What can be put around any objective.
+    """What can be put around an objective; one that cannot have it says why.
 
     `label_smoothing` spreads that share of the label over all classes, in every cross-entropy of the training loss;
     `clip` bounds the norm of the whole gradient; `awp` perturbs the weights; `patience` stops after that many epochs
@@ -148,19 +148,21 @@ class Training:
     @model_validator(mode="after")
     def _never_negative(self) -> Training:
         for name, value in (("lr", self.lr), ("eps", self.eps)):
-            lowest = 0.0 if value is None else min(value_at(value, percent / 100) for percent in range(101))
-            if lowest < 0:
-                raise SettingsError([((name,), f"expected at least 0 throughout the run, got {lowest:g}")])
+            if value is not None and (least := lowest(value)) < 0:
+                raise SettingsError([((name,), f"expected at least 0 throughout the run, got {least:g}")])
         if self.select == "cycles":
             self.cycle_ends()
         return self
 
     def cycle_ends(self) -> list[int]:
         """The epochs, counted from 1, that end a cycle; each must be a whole one."""
-        schedule = next((one for one in (self.lr, self.eps) if isinstance(one, Resets)), None)
-        if schedule is None:
+        inner = [one.schedule if isinstance(one, Warmup) else one for one in (self.lr, self.eps)]
+        resets = [one.at for one in inner if isinstance(one, Resets)]
+        if not resets:
             raise SettingsError([(("select",), "cycles are those of resets, and neither lr nor eps has any")])
-        ends = [share * self.epochs for share in (*schedule.at, 1.0)]
+        if any(at != resets[0] for at in resets):
+            raise SettingsError([(("select",), f"cycles of lr and of eps differ: at {resets[0]} and {resets[1]}")])
+        ends = [share * self.epochs for share in (*resets[0], 1.0)]
         if any(abs(end - round(end)) > 1e-6 or round(end) < 1 for end in ends):
             shown = ", ".join(f"{end:g}" for end in ends)
             raise SettingsError([(("select",), f"cycles must end with an epoch; of {self.epochs} they end at {shown}")])

@@ -82,6 +82,7 @@ class Trainer:
         self.model, self.optimizer = self.fabric.setup(self.attacked, optimizer)
         if self.helper is not None:
             self.helper = self.helper.to(self.fabric.device).eval().requires_grad_(False)
+        self._project()
         self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
 
     def fit(self, resume: bool = False) -> Trained:
@@ -175,9 +176,7 @@ class Trainer:
         self.model.train()
         awp = self.around.awp
         with self.fabric.autocast():
-            shifted = (
-                awp.shifted(self.objective, self.model, batch, self.fabric) if awp and share >= awp.start else None
-            )
+            shifted = awp.shifted(self.objective, batch, self.fabric) if awp and share >= awp.start else None
             outcome = self.objective(self.model, shifted[0] if shifted else batch)
         loss = sums(self.fabric, float(outcome.loss.detach()))[0] / self.fabric.world_size
         progress.step += 1
@@ -195,9 +194,7 @@ class Trainer:
         self.optimizer.step()
         if shifted:
             shift(self.attacked, shifted[1], -1)
-        for module in self.net.modules():
-            if isinstance(module, Head):
-                module.project()
+        self._project()
         share_buffers(self.fabric, self.net)
         if self.average is not None:
             self.average.update(self.net)
@@ -299,6 +296,11 @@ class Trainer:
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
+
+    def _project(self) -> None:
+        for module in self.net.modules():
+            if isinstance(module, Head):
+                module.project()
 
     def _recorder(self) -> Recorder | None:
         if not self.fabric.is_global_zero:
