@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD, Attack
+from steelman.attacks.base import logits_of, untouched
 from steelman.errors import UserError
 from steelman.heads import with_margin
 from steelman.models.norms import Branch, routed
@@ -55,12 +58,24 @@ class Batch:
     helper: nn.Module | None = None
     x_adv: Tensor | None = None
 
+    def known(self) -> Tensor | None:
+        """The adversarial images that need no attack: those given, or the clean ones at a radius of zero, where a
+        schedule may start."""
+        return self.x if self.x_adv is None and self.threat.eps == 0 else self.x_adv
+
+    @contextlib.contextmanager
+    def probed(self) -> Iterator[Tensor]:
+        """Inside, an objective's own attack may work on `net`, which shows its adversarial side in eval mode and is as
+        before afterwards; yields the clean logits, as constants."""
+        with routed(self.net, "adversarial"), untouched(self.net), torch.enable_grad():
+            with torch.no_grad():
+                clean = logits_of(self.net, self.x)
+            yield clean
+
     def attacked(self, attack: Attack) -> Tensor:
         """The images `attack` makes of this batch, with its step size following the scheduled radius."""
-        if self.x_adv is not None:
-            return self.x_adv
-        if self.threat.eps == 0:  # a schedule may start there: there is nothing to attack yet
-            return self.x
+        if (known := self.known()) is not None:
+            return known
         scaled = attack.at(self.ratio) if isinstance(attack, PGD) else attack
         with routed(self.net, "adversarial"):
             return scaled(self.net, self.x, self.y, self.threat, index=self.index, key=self.key)

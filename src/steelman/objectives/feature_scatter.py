@@ -14,7 +14,6 @@ from steelman.attacks.base import input_gradient, logits_of, untouched
 from steelman.attacks.pgd import ascend
 from steelman.errors import UserError
 from steelman.heads import with_margin
-from steelman.models.norms import routed
 from steelman.objectives.base import Batch, Outcome
 from steelman.settings import Count, Number, settings
 
@@ -62,13 +61,9 @@ class FeatureScatter:
     def scattered(self, batch: Batch) -> Tensor:
         """x*: the batch moved so that its logits are far, as a set, from the clean ones."""
         x, net, threat = batch.x, batch.net, batch.threat
-        if batch.x_adv is not None:
-            return batch.x_adv
-        if threat.eps == 0:
-            return x
-        with routed(net, "adversarial"), untouched(net), torch.enable_grad():
-            with torch.no_grad():
-                clean = logits_of(net, x)
+        if (known := batch.known()) is not None:
+            return known
+        with batch.probed() as clean:
             x_adv = threat.random_start(x, batch.index, batch.key, box=False)
             for _ in range(self.steps):
                 x_adv.requires_grad_(True)

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from steelman.attacks.base import input_gradient, logits_of, untouched
+from steelman.attacks.base import input_gradient, logits_of
 from steelman.attacks.pgd import ascend
 from steelman.losses import cross_entropy, kl
-from steelman.models.norms import Branch, routed
+from steelman.models.norms import Branch
 from steelman.objectives.base import Batch, Outcome
 from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings
@@ -66,13 +66,9 @@ class GAT:
     def guided(self, batch: Batch, weight: Tensor) -> Tensor:
         """x*: one step on the cross-entropy and `weight` times the squared distance from the clean softmax."""
         x, net, threat = batch.x, batch.net, batch.threat
-        if batch.x_adv is not None:
-            return batch.x_adv
-        if threat.eps == 0:
-            return x
-        with routed(net, "adversarial"), untouched(net), torch.enable_grad():
-            with torch.no_grad():
-                clean = logits_of(net, x)
+        if (known := batch.known()) is not None:
+            return known
+        with batch.probed() as clean:
             x_adv = threat.project(x + self.start * signs(batch), x).requires_grad_(True)
             logits = logits_of(net, x_adv)
             losses = cross_entropy(logits, batch.y) + weight * squared(logits, clean)
