@@ -210,10 +210,16 @@ class TestLLR:
         net = a_small("he")
         batch = a_batch(net, eps=0.0, ratio=0.0)
         outcome = LLR()(net, batch)
-        check_gradients(net, Naive(net, "he"), outcome.loss, Naive(net, "he").loss(batch.x, batch.y, margin=True)) if (
-            False
-        ) else torch.testing.assert_close(outcome.loss, Standard()(net, batch).loss)
+        naive = Naive(net, "he")
+        check_gradients(net, naive, outcome.loss, naive.loss(batch.x, batch.y, margin=True))
         assert outcome.x_adv is batch.x
+
+    def test_without_a_radius_a_penalty_on_the_norm_stays(self) -> None:
+        net = a_small("he")
+        batch = a_batch(net, eps=0.0, ratio=0.0)
+        plain = LLR(mu=0.0, penalty="norm")(net, batch).loss
+        torch.testing.assert_close(plain, Standard()(net, batch).loss)
+        assert LLR(mu=1.0, penalty="norm")(net, batch).loss > plain + 1e-3
 
     def test_label_smoothing_is_in_every_term(self) -> None:
         """With all of the label spread, the loss does not depend on the label, nor does delta."""

@@ -26,7 +26,8 @@ class CURE:
     1 is their std in units of the image), fine-tunes a trained model, and does not square the norm: `squared` False.
 
     The loss differentiates grad l once more, so a smooth activation, such as softplus or silu, is meant: the second
-    derivative of ReLU is zero, which leaves the weights little to learn from.
+    derivative of ReLU is zero, and what remains is the softmax's own. Cross-entropy attacks flatter these models; judge
+    them by the margin attack.
 
     One forward in train mode, of x, moves batch norm. The gradients are then taken in eval mode, at the averages it
     left, and move nothing.

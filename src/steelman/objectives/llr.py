@@ -30,7 +30,7 @@ class LLR:
     mu ||grad l(x)||_2 in the place of the last term, the variant that the authors' rebuttal found to cost accuracy.
 
     The loss differentiates grad l(x) once more, so a smooth activation, such as softplus or silu, is meant: the second
-    derivative of ReLU is zero, which leaves the weights little to learn from.
+    derivative of ReLU is zero, and what remains is the softmax's own.
 
     One forward in train mode, of x, moves batch norm and gives the first l(x). Those of the regulariser, at x and at
     x + delta, run in eval mode with that clean batch's statistics as constants, as in the released code, and move
@@ -51,14 +51,15 @@ class LLR:
         with recorded(batch.net) as statistics:
             clean = model(batch.x)
         nominal = batch.cross_entropy(model, clean)
-        if batch.threat.eps == 0:  # a schedule may start there: delta is zero, and both terms with it
+        if batch.threat.eps == 0 and self.penalty == "along":  # delta is zero, and both terms with it
             return Outcome(loss=nominal.mean(), logits=clean.detach(), x_adv=batch.x)
         # In half precision the difference of two losses would be rounding.
         with fixed(batch.net, statistics), torch.autocast(batch.x.device.type, enabled=False):
             x = batch.x.detach().requires_grad_(True)
             at_x = batch.cross_entropy(model, batch.net(x))
             (gradient,) = torch.autograd.grad(at_x.sum(), x, create_graph=True)  # of the sum: each sample's own
-            x_adv = self.search(batch, at_x.detach(), gradient.detach()) if batch.x_adv is None else batch.x_adv
+            known = batch.known()
+            x_adv = self.search(batch, at_x.detach(), gradient.detach()) if known is None else known
             moved = batch.net(x_adv)
             rise = along(x_adv - batch.x, gradient)
             g = (batch.cross_entropy(model, moved) - at_x - rise).abs()
