@@ -36,7 +36,7 @@ HEADS = ("linear", "he")
 COLUMNS = ("clean", "PGD-50", "PGD-50 margin", "adaptive PGD-50", "worst case")
 
 # The papers' settings for MNIST where they have them, else their defaults; every inner attack takes the same steps. LLR
-# has its released weights and a radius that grows, as its authors have it: with the paper's weights it does not learn here.
+# has its released weights and a growing radius, as its authors have it: with the paper's weights it learns nothing here.
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {},
     "pgd-at": {"attack": INNER},
@@ -195,7 +195,7 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         "PGD-50 has steps of 0.02; the margin attack is the same with the margin loss, the adaptive one climbs the",
         "training loss with the head's margin; the worst case is per image. One seed's 95% interval reaches about",
         f"{196 * (0.25 / n) ** 0.5:.0f} points either way at 50%: small differences are none. The settings are those",
-        "in `benchmarks/methods_mnist.py`, tuned for none of them; LLR alone has a radius that grows over the first 30%.",
+        "in `benchmarks/methods_mnist.py`, tuned for none of them; LLR alone has a radius that grows, over 30%.",
         "",
         "Time: CPU seconds for an epoch relative to PGD-AT with a linear head (replays included), median over "
         f"{len(next(iter(seconds.values())))} rounds taken in turn, one thread.",
