@@ -36,7 +36,7 @@ HEADS = ("linear", "he")
 COLUMNS = ("clean", "PGD-50", "PGD-50 margin", "adaptive PGD-50", "worst case")
 
 # The papers' settings for MNIST where they have them, else their defaults; every inner attack takes the same steps. LLR
-# has its released weights and a growing radius, as its authors have it: with the paper's weights it learns nothing here.
+# has its released weights and a growing radius, as its authors have it: with the paper's weights it learns none here.
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {},
     "pgd-at": {"attack": INNER},

@@ -124,7 +124,7 @@ class Head(nn.Module):
         return (
             f"{self.features} -> {self.num_classes}, normalise_features={self.normalise_features}, "
             f"normalise_weights={self.normalise_weights}, angular={self.angular}, scale={self.scale}, "
-            f"margin={self.margin}"
+            f"margin={self.margin}, wn_mode={self.wn_mode}"
         )
 
 
@@ -233,10 +233,12 @@ def check_features(layer: Head | nn.Linear, seen: list[Tensor], logits: Tensor, 
 def check_readable(model: nn.Module, x: Tensor) -> None:
     """Raise unless the features of a model, which enters its last layer once a forward, can be read; `x` are images."""
     modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad(), features_of(model) as seen:
-        logits = model.eval()(x)
-    for module, training in modes:
-        module.training = training
+    try:
+        with torch.no_grad(), features_of(model) as seen:
+            logits = model.eval()(x)
+    finally:
+        for module, training in modes:
+            module.training = training
     check_features(last_layer(model), seen, logits, 1)
 
 
