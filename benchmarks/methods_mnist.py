@@ -233,7 +233,7 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         "cost, of some 0.2 ms a forward and backward, that shows on so small a network; PGD-AT with the network",
         f"`{LARGER}` takes {share((LARGER, 'he'), (LARGER, 'linear')) - 1:+.1%}.",
         "",
-        f"The hypersphere head, with the scale and margin of its paper, has the lower mean worst case for {behind} of the",
+        f"The hypersphere head, with its default scale and margin, has the lower mean worst case for {behind} of the",
         f"{len(extra)} methods after these 5 short epochs.",
         "",
         f"Versions: {', '.join(f'{name} {value}' for name, value in found.items())}.",
