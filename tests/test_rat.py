@@ -57,7 +57,7 @@ def expected(objective: RAT, naive: Recomputed, batch: Batch, x_adv: Tensor) -> 
     """The objective's loss, written out."""
     y, p, q = batch.y, naive.p(batch.x), naive.p(x_adv)
     r, s = naive_rows(naive, batch.x, y), naive_rows(naive, x_adv, y)
-    spread = 0.8 if objective.spread is None else objective.spread
+    spread = 1 - 2 / 3 if objective.spread is None else objective.spread
     one = [abs(a) - abs(b) for a, b in zip(r, s)] if objective.released else [a - b for a, b in zip(r, s)]
     two = [a * a - b * b for a, b in zip(r, s)]
     minus_one, minus_two = [-v for v in one], [-v for v in two]
@@ -140,7 +140,7 @@ def test_targets_are_distributions_even_of_gaps_that_say_nothing(gap: list[float
     torch.testing.assert_close(found.sum(dim=1), torch.ones(len(gap), dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("classes", "spread"), [(10, 0.8), (11, 0.98)])
+@pytest.mark.parametrize(("classes", "spread"), [(10, 0.8), (100, 0.98)])
 def test_more_classes_get_more_of_the_target(classes: int, spread: float) -> None:
     net = a_net("linear", classes).double().eval()
     batch = a_batch(net, 2)

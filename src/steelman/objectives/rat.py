@@ -37,9 +37,9 @@ class RAT:
     D = (KL(T(d)_y || f(x*)) + KL(T(-d)_y || f(x))) / 2, with d = r(x) - r(x*) in D1 and r(x)^2 - r(x*)^2 in D2, where
     r_j = sum_i dCE/dW_ji is the batch's mean (a process's share of it) at the last layer W. T(d)_y is d without entry
     y, made a distribution and times `spread`, and 1 - spread at y; a d that tells no class from another gives a uniform
-    one. Targets are constants. `spread` None is 0.8 up to 10 classes, then 0.98. `order` 1 leaves out D2, 0 also D1 and
-    alpha: the base alone. Base "at" has CE(f(x*), y) in the place of both CE(f(x), y) and the KL, so no beta. The
-    margin of a head and label smoothing are in the cross-entropy alone, neither in r nor in D.
+    one. Targets are constants. `spread` None is 1 - 2 / K: 0.8 for 10 classes, 0.98 for 100. `order` 1 leaves out D2, 0
+    also D1 and alpha: the base alone. Base "at" has CE(f(x*), y) in the place of both CE(f(x), y) and the KL, so no
+    beta. The margin of a head and label smoothing are in the cross-entropy alone, neither in r nor in D.
 
     r is signed, for Eq. (17) raises the output of x* where r(x) - r(x*) is large, and that raises r(x*) where features
     are positive, as after a ReLU. Read to the letter, Eq. (19) is zero for a linear layer: the Hessian's sums over all
@@ -106,7 +106,7 @@ class RAT:
 
     def pull(self, gap: Tensor, logits: Tensor, y: Tensor) -> Tensor:
         """KL(T(d)_y || f) for each sample."""
-        spread = self.spread if self.spread is not None else 0.8 if logits.shape[1] <= 10 else 0.98
+        spread = 1 - 2 / logits.shape[1] if self.spread is None else self.spread
         log_p = logits.log_softmax(dim=1)
         return F.kl_div(log_p, targets(gap, spread)[y].to(log_p.dtype), reduction="none").sum(dim=1)
 
