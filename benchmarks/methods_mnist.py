@@ -5,7 +5,7 @@
 
 Writes docs/methods-mnist.md. Each run is one ordinary ``steelman.run.train`` with one thread; `--jobs` of them side by
 side.
-Times are CPU seconds of one thread, of batches taken in turn from all methods, so that a busy machine slows all alike.
+Times are CPU seconds of one thread, batch by batch in turn from all methods, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -127,48 +127,47 @@ class Stepper:
             group["lr"] = 1e-3
         self.x, self.y, self.carry, self.count = x, y, {}, 0  # type: ignore[var-annotated]
 
-    def __call__(self, batches: int) -> float:
-        """CPU seconds of `batches` batches, replays included."""
+    def __call__(self) -> float:
+        """CPU seconds of one batch, replays included."""
         objective, size = self.recipe.objective, self.recipe.training.batch_size
         started = time.process_time()
-        for _ in range(batches):
-            rows = (torch.arange(size) + size * self.count) % len(self.x)
-            for _ in range(getattr(objective, "replays", 1)):
-                batch = Batch(
-                    x=self.x[rows],
-                    y=self.y[rows],
-                    index=rows,
-                    threat=self.recipe.threat,
-                    ratio=1.0,
-                    key=Key(0).fold("attack", self.count),
-                    net=self.net,
-                    carry=self.carry,
-                    helper=self.helper,
-                )
-                outcome = objective(self.net, batch)
-                self.optimizer.zero_grad(set_to_none=True)
-                torch.autograd.backward(outcome.loss)
-                if outcome.after is not None:
-                    outcome.after()
-                self.optimizer.step()
-            self.count += 1
+        rows = (torch.arange(size) + size * self.count) % len(self.x)
+        for _ in range(getattr(objective, "replays", 1)):
+            batch = Batch(
+                x=self.x[rows],
+                y=self.y[rows],
+                index=rows,
+                threat=self.recipe.threat,
+                ratio=1.0,
+                key=Key(0).fold("attack", self.count),
+                net=self.net,
+                carry=self.carry,
+                helper=self.helper,
+            )
+            outcome = objective(self.net, batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(outcome.loss)
+            if outcome.after is not None:
+                outcome.after()
+            self.optimizer.step()
+        self.count += 1
         return time.process_time() - started
 
 
-def timings(names: list[str], rounds: int, batches: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each method and head in each round; every round goes through all of them."""
+def timings(names: list[str], rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each method and head, a batch in each round; every round goes through all of them."""
     torch.set_num_threads(1)
     train = datasets.load("mnist").train
     index = torch.arange(5000)
     x, y = train.images(index), train.labels[index]
     steppers = {(name, head): Stepper(name, head, x, y) for name in names for head in HEADS}
     steppers |= {(LARGER, head): Stepper("pgd-at", head, x, y, LARGER) for head in HEADS}
-    for stepper in steppers.values():
-        stepper(3)  # memory and caches
+    for stepper in [*steppers.values()] * 3:
+        stepper()  # memory and caches
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steppers}
     for turn in range(rounds):
         for key in list(steppers)[:: 1 if turn % 2 else -1]:
-            seconds[key].append(steppers[key](batches))
+            seconds[key].append(steppers[key]())
     return seconds
 
 
@@ -185,7 +184,7 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
     def share(key: tuple[str, str], of: tuple[str, str]) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[key], seconds[of], strict=True))
+        return statistics.median(seconds[key]) / statistics.median(seconds[of])
 
     bar = stat(("pgd-at", "linear"), "worst case")
     lines = [
@@ -200,8 +199,8 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         f"{196 * (0.25 / n) ** 0.5:.0f} points either way at 50%: small differences are none. The settings are those",
         "in `benchmarks/methods_mnist.py`, tuned for none of them; LLR alone has a radius that grows, over 30%.",
         "",
-        "Time: CPU seconds for an epoch relative to PGD-AT with a linear head (replays included), median over "
-        f"{len(next(iter(seconds.values())))} rounds taken in turn, one thread.",
+        "Time: CPU seconds for an epoch relative to PGD-AT with a linear head (replays included), medians over "
+        f"{len(next(iter(seconds.values())))} batches, each taken in turn with the others', one thread.",
         "",
         f"| method | head | {' | '.join(COLUMNS)} | time | against PGD-AT |",
         f"|---|---|{'---|' * len(COLUMNS)}---|---|",
@@ -230,7 +229,7 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         "errors over seeds it is called noise.",
         "",
         f"A hypersphere head's extra time: {listed}; median {statistics.median(extra.values()):+.1%}. It is a fixed",
-        "cost, of some 0.2 ms a forward and backward, that shows on so small a network; PGD-AT with the network",
+        "cost, some 0.15 ms a forward and backward, that shows on so small a network; PGD-AT with the network",
         f"`{LARGER}` takes {share((LARGER, 'he'), (LARGER, 'linear')) - 1:+.1%}.",
         "",
         f"The hypersphere head, with its default scale and margin, has the lower mean worst case for {behind} of the",
@@ -275,7 +274,7 @@ def main() -> None:
                 print(f"{result['name']} {result['head']} seed {result['seed']}: {scores}", flush=True)
     if set(names) != set(SETTINGS):
         return
-    seconds = timings(names, *((3, 2) if options.quick else (9, 10)))
+    seconds = timings(names, 3 if options.quick else 60)
     text = page(results, seconds, "make bench-methods")
     print(text)
     if not options.quick:

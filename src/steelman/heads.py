@@ -102,15 +102,15 @@ class Head(nn.Module):
         return unit if self.wn_mode == "autograd" else self.weight + (unit - self.weight).detach()
 
     def forward(self, z: Tensor) -> Tensor:
-        if self.normalise_features:
-            z = F.normalize(z, dim=1)
-        weight = self.direction()
-        out = F.linear(z, weight)
+        out = F.linear(z, self.direction())
+        # The product is divided by the features' lengths, not the features themselves: it has far fewer entries.
+        length = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-12) if self.normalise_features else 1.0
         if self.angular:
             # In float32 even under autocast: near the clamp, half precision has no angles left.
-            cos = out if out.dtype == torch.float64 else out.float()
-            out = -torch.arccos(cos.clamp(-1 + ANGLE_GUARD, 1 - ANGLE_GUARD))
-        out = self.scale * out
+            cos = (out if out.dtype == torch.float64 else out.float()) / length
+            out = -self.scale * torch.arccos(cos.clamp(-1 + ANGLE_GUARD, 1 - ANGLE_GUARD))
+        else:
+            out = (self.scale / length) * out
         return out if self.bias is None else out + self.bias
 
     def with_margin(self, logits: Tensor, y: Tensor) -> Tensor:
