@@ -221,6 +221,58 @@ def _judge(problem: LinearProblem, attack: Any, threat: ThreatModel, distances: 
     assert not (certain & ~fooled).any(), f"{attack}: missed what lies inside eps {threat.eps}"
 
 
+def random_problem(classes: int, *, seed: int = 0, n: int = 6, pixels: int = 12) -> LinearProblem:
+    """A random linear classifier, no class favoured, and random images with the labels it gives them."""
+    model = LinearClassifier(randn(classes, pixels, seed=seed), 0.3 * randn(classes, seed=seed + 1))
+    x = rand(n, 1, 2, pixels // 2, seed=seed + 2)
+    return LinearProblem(model, x, model(x).argmax(dim=1))
+
+
+def check_budget(attack: Any, norm: str, classes: int, slack: float = 0.03) -> None:
+    """An attack succeeds on a random linear model where the closed form says it can, and only there."""
+    problem = random_problem(classes, seed=classes)
+    distances = problem.distances(norm)
+    for place in (0, 2, 4):
+        for ratio in (1 - slack, 1 + slack):
+            eps = float(np.sort(distances)[place] * ratio)
+            threat = ThreatModel(norm=norm, eps=eps, low=-100.0, high=100.0)  # type: ignore[arg-type]
+            _judge(problem, attack, threat, distances, slack)
+
+
+def check_budget_in_box(attack: Any, norm: str, slack: float = 0.05) -> None:
+    """The same with pixels at the ends of [0, 1] or running into them, against a linear program or a bisection."""
+    problem = linear_problem(3, seed=3, corners=True)
+    distances = problem.distances_in_box(norm, 0.0, 1.0)
+    for eps in (np.sort(distances)[1::2] * (1 + slack)).tolist():
+        _judge(problem, attack, ThreatModel(norm=norm, eps=eps), distances, slack)  # type: ignore[arg-type]
+
+
+def check_distances(attack: Any, norm: str, classes: int, factor: float = 1.02) -> None:
+    """A minimum-norm attack's distances are the closed form's, within its factor, and its points are adversarial."""
+    problem = random_problem(classes, seed=classes)
+    threat = ThreatModel(norm=norm, eps=0.1, low=-100.0, high=100.0)  # type: ignore[arg-type]
+    _judge_distances(problem, attack, threat, problem.distances(norm), factor)
+
+
+def check_distances_in_box(attack: Any, norm: str, factor: float = 1.05) -> None:
+    """The same with the box in the way."""
+    problem = linear_problem(3, seed=3, corners=True)
+    threat = ThreatModel(norm=norm, eps=0.1)  # type: ignore[arg-type]
+    _judge_distances(problem, attack, threat, problem.distances_in_box(norm, 0.0, 1.0), factor)
+
+
+def _judge_distances(problem: LinearProblem, attack: Any, threat: ThreatModel, distances: Array, factor: float) -> None:
+    found = attack.run(problem.model, problem.x, problem.y, threat, key=Key(7), distances=True)
+    z = found.nearest.flatten(1) @ problem.model.weight.detach().T + problem.model.bias.detach()
+    assert (z.argmax(dim=1) != problem.y).all(), f"{attack}: its nearest points are not adversarial"
+    assert float(found.nearest.min()) >= threat.low
+    assert float(found.nearest.max()) <= threat.high
+    np.testing.assert_allclose(_numpy(found.distance), sizes(found.nearest - problem.x, threat.norm), rtol=1e-6)
+    ratio = _numpy(found.distance) / distances
+    assert (ratio > 1 - 1e-6).all(), f"{attack}: nearer than the nearest boundary: {ratio}"
+    assert (ratio < factor).all(), f"{attack}: expected within {factor} of the distance, got {ratio}"
+
+
 def check_inside(name: str, norm: str, **options: Any) -> None:
     """An attack's points stay within radius and box, measured without the threat model's own judgement."""
     problem = linear_problem(3, seed=3, corners=True)

@@ -72,8 +72,8 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def input_gradient(losses: Tensor, x_adv: Tensor) -> Tensor:
+def input_gradient(losses: Tensor, x_adv: Tensor, *, retain: bool = False) -> Tensor:
     """Each sample's gradient of its loss. An undefined entry tells nothing and counts as zero; an infinite one stays
     large, so that a model with a few broken derivatives is still attacked through the others."""
-    (gradient,) = torch.autograd.grad(losses.sum(), x_adv)
+    (gradient,) = torch.autograd.grad(losses.sum(), x_adv, retain_graph=retain)
     return torch.nan_to_num(gradient, nan=0.0, posinf=1e30, neginf=-1e30)

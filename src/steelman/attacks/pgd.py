@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
+from steelman.attacks.base import Mode, untouched
+from steelman.attacks.engine import Problem, Search
 from steelman.errors import UserError, unknown
 from steelman.heads import Head, heads_of
 from steelman.losses import LOSSES, adversarial_loss
@@ -27,13 +28,14 @@ def ascend(x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step
 
 
 @settings
-class PGD:
+class PGD(Search):
     """Projected gradient ascent on a loss, with momentum and restarts: x' <- project(x' + eta U_p(g)).
 
     With momentum mu, g <- mu g + grad / mean|grad| (MIM); without, g = grad.
 
     Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is uniform in the threat model,
-    uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, or zero; `keep`
+    uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified
+    (two steps from a uniform draw along a random direction of the logits); `keep`
     "best" returns each sample's first success, or else its point of highest loss, and drops fallen samples from the
     loop, while "last" returns the last point, as a training attack wants it; `mode` is the mode the model is attacked
     in (its batch-norm statistics never move). `head_scale` False divides logits by the head's scale before the loss, as
@@ -54,7 +56,7 @@ class PGD:
     step_size: Annotated[Number, Field(gt=0)] | None = None
     restarts: Count = 1
     loss: str = "cross-entropy"
-    start: Literal["uniform", "ball", "gaussian", "zero"] = "uniform"
+    start: Literal["uniform", "ball", "gaussian", "zero", "diversified"] = "uniform"
     momentum: Annotated[Number, Field(ge=0)] = 0.0
     keep: Literal["best", "last"] = "best"
     mode: Mode = "eval"
@@ -99,29 +101,36 @@ class PGD:
         key: Key = Key(0),  # noqa: B008 - a Key is frozen
         target: Tensor | None = None,
     ) -> Tensor:
+        if self.keep != "last" or self.restarts > 1:
+            return self.run(model, x, y, threat, index=index, key=key, target=target).x_adv
         if len(x) == 0 or threat.eps == 0:
             return x.detach().clone()
-        index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
+        # A training attack: nobody asks whether it succeeds, so nothing but the climb is done.
         with untouched(model, self.mode), torch.enable_grad():
-            problem = _Problem(self, model, x.detach(), y, threat, target)
-            best = x.detach().clone()
-            best_loss = torch.full((len(x),), float("-inf"), device=x.device, dtype=torch.float64)
-            todo = torch.arange(len(x), device=x.device)
-            for restart in range(self.restarts):
-                stream = key.fold("restart", restart)
-                if self.keep == "last" and self.restarts == 1:
-                    return problem.climb(self._begin(problem.x, threat, index, stream))
-                todo = problem.search(todo, self._begin(x[todo], threat, index[todo], stream), best, best_loss)
-                if len(todo) == 0:
-                    break
-        return best
+            return self._climb(Problem(model, x, y, threat, index=index, key=key, target=target))
 
-    def _begin(self, x: Tensor, threat: ThreatModel, index: Tensor, key: Key) -> Tensor:
-        if self.start in ("uniform", "ball"):
-            return threat.random_start(x, index, key, box=self.start == "uniform")
+    def search(self, problem: Problem) -> None:
+        if self.keep == "last" and self.restarts == 1:
+            points, rows = self._climb(problem), problem.alive()
+            with torch.no_grad():
+                logits = problem.logits(points, rows)
+            problem.keep(points, logits, torch.zeros_like(logits[:, 0]), rows)
+            return
+        climbed = _Climbed(self, problem)
+        for restart in range(self.restarts):
+            rows = problem.alive()
+            if len(rows) == 0:
+                return
+            self._search(problem, climbed, rows, self._begin(problem, rows, problem.key.fold("restart", restart)))
+
+    def _begin(self, problem: Problem, rows: Tensor, key: Key) -> Tensor:
+        x, threat, index = problem.x[rows], problem.threat, problem.index[rows]
         if self.start == "gaussian":
             return threat.project(x + GAUSSIAN_START * key.normal(index, tuple(x.shape[1:]), x.dtype), x)
-        return x.clone()
+        if self.start == "zero":
+            return x.clone()
+        points = threat.random_start(x, index, key, box=self.start != "ball")
+        return diversified(problem, rows, points, key) if self.start == "diversified" else points
 
     def eta(self, threat: ThreatModel) -> float:
         """The step size in use."""
@@ -129,31 +138,90 @@ class PGD:
             return self.step_size
         return threat.eps if self.steps == 1 else 2.5 * threat.eps / self.steps
 
+    def _direction(self, gradient: Tensor, velocity: Tensor | None) -> Tensor:
+        """The gradient, or its accumulated, normalised form under momentum."""
+        if velocity is None:
+            return gradient
+        size = gradient.flatten(1).abs().mean(dim=1).clamp_min(torch.finfo(gradient.dtype).tiny)
+        return self.momentum * velocity + gradient / size.view(-1, *[1] * (gradient.dim() - 1))
 
-class _Problem:
-    """One call's data: the loss to climb, and how to climb it on all or on the surviving samples."""
+    def _climb(self, problem: Problem) -> Tensor:
+        """All steps on all samples; the last point."""
+        rows = torch.arange(len(problem.x), device=problem.x.device)
+        climbed, eta = _Climbed(self, problem), self.eta(problem.threat)
+        x_adv = self._begin(problem, rows, problem.key.fold("restart", 0))
+        velocity = torch.zeros_like(x_adv) if self.momentum else None
+        for _ in range(self.steps):
+            x_adv.requires_grad_(True)
+            losses = climbed(problem.logits(x_adv, rows), rows)
+            gradient = self._direction(problem.gradient(losses, x_adv, rows), velocity)
+            velocity = gradient if velocity is not None else None
+            x_adv = ascend(x_adv.detach(), gradient, problem.x, problem.threat, eta)
+        return x_adv.detach()
 
-    def __init__(
-        self, attack: PGD, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, target: Tensor | None
-    ) -> None:
-        self.attack, self.model, self.x, self.y, self.threat = attack, model, x, y, threat
+    def _search(self, problem: Problem, climbed: _Climbed, rows: Tensor, x_adv: Tensor) -> None:
+        """All steps on the samples `rows`, each leaving when it falls.
+
+        Success is read from the logits that also give the gradient: one forward and one backward a step.
+        """
+        velocity = torch.zeros_like(x_adv) if self.momentum else None
+        eta = self.eta(problem.threat)
+        for step in range(self.steps + 1):
+            last = step == self.steps
+            x_adv = x_adv.detach().requires_grad_(not last)
+            with torch.set_grad_enabled(not last):
+                logits = problem.logits(x_adv, rows)
+                losses = climbed(logits, rows)
+            if self.keep == "best" or last:
+                stay = ~problem.keep(x_adv, logits, losses, rows)
+                if last or not stay.any():
+                    return
+            gradient = self._direction(problem.gradient(losses, x_adv, rows), velocity)
+            velocity = gradient if velocity is not None else None
+            x_adv = x_adv.detach()
+            if self.keep == "best" and not stay.all():
+                rows, x_adv, gradient = rows[stay], x_adv[stay], gradient[stay]
+                velocity = velocity[stay] if velocity is not None else None
+            x_adv = ascend(x_adv, gradient, problem.x[rows], problem.threat, eta)
+
+
+def diversified(problem: Problem, rows: Tensor, points: Tensor, key: Key, steps: int = 2) -> Tensor:
+    """Points moved along a random direction in the space of logits: x' <- project(x' + eps U_p(grad w . z(x'))).
+
+    Tashiro et al. (2020), "Diversity can be transferred: output diversification for white- and black-box attacks".
+    """
+    x, threat, w = problem.x[rows], problem.threat, None
+    for _ in range(steps):
+        points = points.detach().requires_grad_(True)
+        logits = problem.logits(points, rows)
+        if w is None:
+            w = 2 * key.fold("diversified").uniform(problem.index[rows], (logits.shape[1],), logits.dtype) - 1
+        gradient = problem.gradient((w * logits).sum(dim=1), points, rows)
+        points = ascend(points.detach(), gradient, x, threat, threat.eps)
+    return points
+
+
+class _Climbed:
+    """The loss that one call climbs, with the head's scale and margin as the attack wants them."""
+
+    def __init__(self, attack: PGD, problem: Problem) -> None:
+        self.attack, self.problem = attack, problem
         self.head = self.head_that_matters()
-        self.targeted = target is not None
-        self.target = target
-        self.reference: Tensor | None = None
+        self.target, self.reference = problem.target, cast(Tensor | None, None)
         needs = LOSSES[attack.loss].needs
-        if needs == "reference" or (needs == "target" and target is None):
+        if needs == "reference" or (needs == "target" and problem.target is None):
+            rows = torch.arange(len(problem.x), device=problem.x.device)
             with torch.no_grad():
-                clean = logits_of(model, x)
+                clean = problem.logits(problem.x, rows)
             self.reference = clean
             if needs == "target":  # towards the runner-up class
-                self.target = clean.scatter(1, y[:, None], float("-inf")).argmax(dim=1)
+                self.target = clean.scatter(1, problem.y[:, None], float("-inf")).argmax(dim=1)
 
     def head_that_matters(self) -> Head | None:
         """The head whose scale or margin the attack sees otherwise than the model shows it, if there is one."""
         heads = [
             head
-            for head in heads_of(self.model)
+            for head in heads_of(self.problem.model)
             if (self.attack.head_margin and head.margin) or (not self.attack.head_scale and head.scale != 1)
         ]
         if len(heads) > 1:
@@ -163,73 +231,16 @@ class _Problem:
             )
         return heads[0] if heads else None
 
-    def evaluate(self, x_adv: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Logits and losses of the given rows."""
-        logits = logits_of(self.model, x_adv)
+    def __call__(self, logits: Tensor, rows: Tensor) -> Tensor:
         target = None if self.target is None else self.target[rows]
         reference = None if self.reference is None else self.seen(self.reference[rows], rows)
-        seen = self.seen(logits, rows)
-        return logits, adversarial_loss(self.attack.loss, seen, self.y[rows], target=target, reference=reference)
+        y, seen = self.problem.y[rows], self.seen(logits, rows)
+        return adversarial_loss(self.attack.loss, seen, y, target=target, reference=reference)
 
-    def seen(self, logits: Tensor, rows: Tensor | slice) -> Tensor:
+    def seen(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Logits as the loss sees them."""
         if self.head is None:
             return logits
         if self.attack.head_margin:
-            logits = self.head.with_margin(logits, self.y[rows])
+            logits = self.head.with_margin(logits, self.problem.y[rows])
         return logits if self.attack.head_scale else logits / self.head.scale
-
-    def direction(self, gradient: Tensor, velocity: Tensor | None) -> Tensor:
-        """The gradient, or its accumulated, normalised form under momentum."""
-        if velocity is None:
-            return gradient
-        size = gradient.flatten(1).abs().mean(dim=1).clamp_min(torch.finfo(gradient.dtype).tiny)
-        return self.attack.momentum * velocity + gradient / size.view(-1, *[1] * (gradient.dim() - 1))
-
-    def climb(self, x_adv: Tensor) -> Tensor:
-        """All steps on all samples; the last point."""
-        velocity = torch.zeros_like(x_adv) if self.attack.momentum else None
-        eta = self.attack.eta(self.threat)
-        for _ in range(self.attack.steps):
-            x_adv.requires_grad_(True)
-            _, losses = self.evaluate(x_adv, slice(None))
-            gradient = self.direction(input_gradient(losses, x_adv), velocity)
-            velocity = gradient if velocity is not None else None
-            x_adv = ascend(x_adv.detach(), gradient, self.x, self.threat, eta)
-        return x_adv.detach()
-
-    def search(self, rows: Tensor, x_adv: Tensor, best: Tensor, best_loss: Tensor) -> Tensor:
-        """All steps on the samples `rows`, each leaving when it falls; the rows that survive.
-
-        Success is read from the logits that also give the gradient: one forward and one backward a step.
-        """
-        velocity = torch.zeros_like(x_adv) if self.attack.momentum else None
-        eta = self.attack.eta(self.threat)
-        for step in range(self.attack.steps + 1):
-            last = step == self.attack.steps
-            x_adv = x_adv.detach().requires_grad_(not last)
-            with torch.set_grad_enabled(not last):
-                logits, losses = self.evaluate(x_adv, rows)
-            fallen = self.fooled(logits, rows)
-            if self.attack.keep == "best" or last:
-                better = fallen | (losses.detach() > best_loss[rows])
-                best[rows[better]] = x_adv.detach()[better]
-                best_loss[rows[better]] = losses.detach()[better].to(best_loss.dtype)
-            leaving = fallen if self.attack.keep == "best" or last else torch.zeros_like(fallen)
-            if last or bool(leaving.all()):
-                return rows[~leaving]
-            gradient = self.direction(input_gradient(losses, x_adv), velocity)
-            velocity = gradient if velocity is not None else None
-            if leaving.any():
-                stay = ~leaving
-                rows, x_adv, gradient = rows[stay], x_adv[stay], gradient[stay]
-                velocity = velocity[stay] if velocity is not None else None
-            x_adv = ascend(x_adv.detach(), gradient, self.x[rows], self.threat, eta)
-        return rows
-
-    def fooled(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Whether each sample's prediction is what the attack wants."""
-        predicted = logits.detach().argmax(dim=1)
-        return (
-            predicted == self.target[rows] if self.targeted and self.target is not None else predicted != self.y[rows]
-        )
