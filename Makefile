@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 
-.PHONY: demo test check clean docs bench-methods
+.PHONY: demo test check clean docs bench-methods bench-attacks
 
 demo: $(STAMP)
 	$(BIN)/steelman demo
@@ -26,6 +26,13 @@ docs: $(STAMP)
 bench-methods: $(STAMP)
 	$(BIN)/steelman data get mnist
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/methods_mnist.py
+
+# Every attack beside torchattacks, foolbox and ART, on 1,000 images of two models (over an hour on two cores).
+bench-attacks: $(STAMP)
+	$(BIN)/steelman data get mnist
+	$(BIN)/steelman data get cifar10
+	test -d runs/peers || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target runs/peers -r benchmarks/peers.txt
+	PYTHONPATH=runs/peers $(BIN)/python benchmarks/attacks.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

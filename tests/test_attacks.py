@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import ATTACKS, PGD, Attack
+from steelman.attacks import ATTACKS, PGD, Search
 from steelman.losses import LOSSES
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
@@ -27,7 +27,10 @@ from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX
 
 NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
 EPS = {"linf": 0.1, "l2": 0.4, "l1": 1.0}
-every_attack = pytest.mark.parametrize("name", sorted(ATTACKS))
+every_attack = pytest.mark.parametrize(
+    ("name", "norm"),
+    [(name, norm) for name in sorted(ATTACKS) for norm in ATTACKS[name](**ATTACK_SETTINGS.get(name, {})).norms],
+)
 every_norm = pytest.mark.parametrize("norm", NORMS)
 
 
@@ -43,7 +46,7 @@ class Smooth(nn.Module):
         return (h[:, None, :] * self.b.to(x)).sum(dim=-1)
 
 
-def small(name: str) -> Attack:
+def small(name: str) -> Search:
     return ATTACKS[name](**ATTACK_SETTINGS[name])
 
 
@@ -59,7 +62,6 @@ def test_every_attack_has_small_settings() -> None:
 
 
 @every_attack
-@every_norm
 class TestContract:
     def test_radius_box_shape_and_type(self, name: str, norm: Norm) -> None:
         check_inside(name, norm, **ATTACK_SETTINGS[name])
@@ -99,6 +101,49 @@ class TestContract:
         x_adv = small(name)(model, x, y, threat)
         assert threat.contains(x_adv, x).all()
         assert (model(x_adv).argmax(dim=1) != y).any()
+
+    def test_the_answer_and_what_it_cost(self, name: str, norm: Norm) -> None:
+        model, x, y = samples()
+        calls = torch.zeros(2, dtype=torch.int64)
+
+        class Counting(nn.Module):
+            def forward(self, points: Tensor) -> Tensor:
+                calls[0] += len(points)
+                if points.requires_grad:
+                    points.register_hook(lambda _: calls[1].add_(len(points)) and None)  # type: ignore[no-untyped-call]
+                return model(points)  # type: ignore[no-any-return]
+
+        threat, attack = ThreatModel(norm=norm, eps=EPS[norm]), small(name)
+        found = attack.run(Counting(), x, y, threat, key=Key(5))
+        assert int(found.forwards.sum()) == calls[0]
+        assert int(found.backwards.sum()) == calls[1]
+        assert not (attack.black_box and calls[1])
+        if not (isinstance(attack, PGD) and attack.keep == "last"):
+            assert torch.equal(found.success, model(found.x_adv).argmax(dim=1) != y)
+        assert torch.equal(attack(model, x, y, threat, key=Key(5)), found.x_adv)
+        assert (found.distance is not None) == attack.minimum_norm
+
+    def test_an_interrupted_attack_leaves_the_model_as_it_was(self, name: str, norm: Norm) -> None:
+        class Stopping(Smooth):
+            calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                if self.calls == 2:
+                    raise KeyboardInterrupt
+                return super().forward(x)
+
+        model, x = Stopping(), rand(8, 1, 3, 4, seed=3)
+        weights, pointers = [p.clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
+        state = torch.get_rng_state()
+        if ATTACK_SETTINGS[name].get("steps", 2) > 1 or name == "fgsm":
+            with pytest.raises(KeyboardInterrupt):
+                small(name)(model, x, Smooth()(x).argmax(dim=1), ThreatModel(norm=norm, eps=1e-3))
+        assert model.training
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+        assert pointers == [p.data_ptr() for p in model.parameters()]
+        assert torch.equal(state, torch.get_rng_state())
 
     def test_one_pixel(self, name: str, norm: Norm) -> None:
         model = LinearClassifier(torch.tensor([[1.0], [-1.0]]), torch.tensor([0.0, 0.5]))
