@@ -236,7 +236,7 @@ def rows(eps: dict[str, float], quick: bool) -> list[Row]:
             "C&W 4 x 50",
             "l2",
             "cw",
-            {"steps": n(50), "search_steps": 4, "initial": 0.1},
+            {"steps": n(50), "search_steps": 4, "c": 0.1},
             {
                 "foolbox": foolbox("L2CarliniWagnerAttack", two, binary_search_steps=4, steps=n(50), initial_const=0.1),
                 "torchattacks (c = 1, 200 steps)": torchattacks("CW", c=1, steps=n(200)),
@@ -357,7 +357,7 @@ def through_features(case: Case, steps: list[int], step_size: float, batch_size:
         record: dict[str, Any] = {"steps": count}
         for label, attack in (
             ("PGD", ATTACKS["pgd"](steps=count, step_size=step_size)),
-            ("FN, scale 1", ATTACKS["fn"](steps=count, step_size=step_size, scale="one")),
+            ("FN, scale 1", ATTACKS["fn"](steps=count, step_size=step_size, scale=1)),
             ("FN, scale |z|", ATTACKS["fn"](steps=count, step_size=step_size, scale="length")),
         ):
             points = torch.cat(

@@ -1,17 +1,22 @@
-"""Write the table of methods in docs/methods.md from the registries: ``python docs/generate.py``."""
+"""Write what docs/methods.md and docs/attacks.md take from the registries: ``python docs/generate.py``."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import steelman
+from steelman.attacks import ATTACKS
+from steelman.attacks.engine import Search
 from steelman.heads import HEADS
 from steelman.objectives import OBJECTIVES, forwards_of, objections
 from steelman.schedules import SCHEDULES
 from steelman.settings import options_of, summary_of
 
-PAGE = Path(__file__).parent / "methods.md"
 MARK = "<!-- written by docs/generate.py from the registries; do not edit below -->"
 
 
@@ -69,14 +74,53 @@ def registry(kind: str, entries: dict[str, Any], hidden: set[str]) -> list[str]:
     return rows
 
 
-def text() -> str:
-    """The page: what is written by hand above the mark, what is generated below it."""
-    by_hand = PAGE.read_text().split(MARK)[0].rstrip() if PAGE.exists() else "# Methods"
-    parts = [
-        by_hand,
-        "",
-        MARK,
-        "",
+def attacks(entries: dict[str, Any]) -> list[str]:
+    """One row for each attack."""
+    rows = ["| attack | what it does | kind | norms | lives in | paper |", "|---|---|---|---|---|---|"]
+    for name, entry in entries.items():
+        does, paper = summary_and_paper(entry)
+        row = (f"`{name}`", cell(does), *kind_and_norms(entry), f"`{home_of(entry)}`", cell(paper))
+        rows.append(f"| {' | '.join(row)} |")
+    return rows
+
+
+def kind_and_norms(entry: Any) -> tuple[str, str]:
+    """What an attack may ask the model, what it looks for, and in which norms."""
+    made_by = class_of(entry)
+    black, minimum, norms = (
+        getattr(made_by, name, getattr(Search, name)) for name in ("black_box", "minimum_norm", "norms")
+    )
+    if isinstance(norms, property):  # an attack around another has no kind of its own
+        return "that of its attack", "those of its attack"
+    kind = f"{'black' if black else 'white'} box, {'minimum norm' if minimum else 'budget'}"
+    return kind, ", ".join(norms)
+
+
+def summary_and_paper(entry: Any) -> tuple[str, str]:
+    """What an attack does, and where that is from: a docstring's last paragraph that is no example, or the end of a
+    summary, (Author, year)."""
+    said = [part for part in paragraphs(class_of(entry)) if not part.startswith(">>>")]
+    summary = getattr(entry, "summary", None) or said[0]
+    if cited := re.fullmatch(r"(.*?) ?\(([^()]*, \d{4}[^()]*)\)\.", summary):
+        return f"{cited[1]}.", re.sub(r", (\d{4})", r" (\1)", cited[2]) + "."
+    return summary, said[-1] if len(said) > 1 else ""
+
+
+def home_of(entry: Any) -> str:
+    """The file that an entry is in, below the package."""
+    file = Path(inspect.getsourcefile(class_of(entry)) or "").resolve()
+    package = Path(steelman.__file__).resolve().parent
+    return file.relative_to(package).as_posix() if file.is_relative_to(package) else file.name
+
+
+def class_of(entry: Any) -> Any:
+    """An entry's class, also where some of its settings are given."""
+    return entry.func if isinstance(entry, functools.partial) else entry
+
+
+def methods_part() -> list[str]:
+    """The generated part of methods.md."""
+    return [
         "## Objectives",
         "",
         *methods(),
@@ -92,10 +136,29 @@ def text() -> str:
         "## Schedules",
         "",
         *registry("schedule", SCHEDULES, set()),
-        "",
     ]
-    return "\n".join(parts)
+
+
+def attacks_part() -> list[str]:
+    """The generated part of attacks.md."""
+    return ["## All attacks", "", *attacks(ATTACKS)]
+
+
+PAGES: dict[str, Callable[[], list[str]]] = {"methods.md": methods_part, "attacks.md": attacks_part}
+
+
+def page(name: str) -> Path:
+    """Where a page is."""
+    return Path(__file__).parent / name
+
+
+def text(name: str) -> str:
+    """A page: what is written by hand above the mark, what is generated below it."""
+    title = f"# {Path(name).stem.capitalize()}"
+    by_hand = page(name).read_text().split(MARK)[0].rstrip() if page(name).exists() else title
+    return "\n".join([by_hand, "", MARK, "", *PAGES[name](), ""])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(text())
+    for name in PAGES:
+        page(name).write_text(text(name))

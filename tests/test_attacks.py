@@ -136,9 +136,8 @@ class TestContract:
         model, x = Stopping(), rand(8, 1, 3, 4, seed=3)
         weights, pointers = [p.clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
         state = torch.get_rng_state()
-        if ATTACK_SETTINGS[name].get("steps", 2) > 1 or name == "fgsm":
-            with pytest.raises(KeyboardInterrupt):
-                small(name)(model, x, Smooth()(x).argmax(dim=1), ThreatModel(norm=norm, eps=1e-3))
+        with pytest.raises(KeyboardInterrupt):
+            small(name)(model, x, Smooth()(x).argmax(dim=1), ThreatModel(norm=norm, eps=1e-3))
         assert model.training
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
@@ -174,7 +173,8 @@ class TestContract:
         x_adv = small(name)(model, problem.x, problem.y, threat)
         assert torch.isfinite(x_adv).all()
         assert threat.contains(x_adv, problem.x).all()
-        assert (model(x_adv).argmax(dim=1) != problem.y).all()
+        if name != "feature":  # what looks most like a guide need not be beyond the boundary
+            assert (model(x_adv).argmax(dim=1) != problem.y).all()
 
 
 class TestLinearOracle:

@@ -152,6 +152,54 @@ def evaluate(
     )
 
 
+@app.command()
+def transfer(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Models to craft on: runs' folders or package.module:factory. NAME=MODEL names one."),
+    ],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A model to score on. Repeat for more; by default those that are crafted on."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Dataset, such as mnist; by default the runs' own. Its test set is used.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
+    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the runs' own.")] = None,
+    eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the runs' own.")] = None,
+    attack: Annotated[
+        str, typer.Option(help="An attack with options. One that can goes on to its last step, unless keep=best.")
+    ] = "pgd:steps=20",
+    samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for transfer.json.")] = None,
+) -> None:
+    """Craft images on each model, and score them on every other: a table of accuracies with 95% intervals.
+
+    Example: steelman transfer runs/mine runs/theirs --eps 0.2 --attack mim:steps=20
+    """
+    from steelman.measure import cross
+
+    cross(
+        models,
+        target,
+        data=data,
+        root=root,
+        norm=norm,
+        eps=eps,
+        attack=attack,
+        samples=samples,
+        batch_size=batch_size,
+        seed=seed,
+        workers=workers,
+        out=out,
+        console=console,
+    )
+
+
 @app.command(name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List what recipes and commands can name, with the options each takes.

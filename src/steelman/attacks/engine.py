@@ -207,6 +207,8 @@ class Search:
             problem = Problem(
                 model, x, y, threat, index=index, key=key, target=target, distances=distances, precision=precision
             )
+            if self.minimum_norm:
+                problem.nearest = problem.x.clone()
             if len(x) and (threat.eps > 0 or distances):
                 with _laid_out(problem):
                     self.search(problem)

@@ -1,0 +1,265 @@
+"""Auto-PGD: gradient ascent whose step size, or sparsity, looks after itself, sample by sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from steelman.attacks.engine import Problem, Search
+from steelman.attacks.pgd import diversified
+from steelman.errors import UserError
+from steelman.losses import LOSSES, adversarial_loss
+from steelman.rng import Key
+from steelman.settings import Count, Number, settings
+from steelman.threat import ThreatModel
+
+MOMENTUM = 0.75
+# Where the step size is looked at, in per cent of all steps: 22, then intervals shorter by 3 each time, down to 6.
+FIRST, SHORTER, SHORTEST = 22, 3, 6
+# Targets when none are asked for: all wrong classes of ten.
+TARGETS = 9
+# The l1 variant: share of the pixels in the first step, per cent of steps between looks, and what a look divides by.
+SPARSITY, LOOK, SPARSER, SHORTEN, LEAST = 0.2, 4, 1.5, 1.5, 10.0
+
+
+def checkpoints(steps: int, norm: str) -> list[int]:
+    """The steps after which to look: w_j = ceil(p_j steps), p_(j+1) = p_j + max(p_j - p_(j-1) - 3%, 6%); l1: every 4%.
+
+    >>> checkpoints(100, "linf")
+    [22, 41, 57, 70, 80, 87, 93, 99]
+    """
+    if norm == "l1":
+        every = max(steps * LOOK // 100, 1)
+        return list(range(every, steps + 1, every))
+    found, at, interval = list[int](), 0, FIRST
+    while at + interval <= 100:
+        at, interval = at + interval, max(interval - SHORTER, SHORTEST)
+        found.append(-(-at * steps // 100))
+    return sorted(set(found))
+
+
+def ranked(clean: Tensor, y: Tensor, count: int) -> Tensor:
+    """The wrong classes of each sample, highest logit first: at most `count` columns.
+
+    >>> ranked(torch.tensor([[5.0, 1.0, 3.0]]), torch.tensor([0]), 9)
+    tensor([[2, 1]])
+    """
+    wrong = clean.scatter(1, y[:, None], float("-inf"))
+    return wrong.argsort(dim=1, descending=True, stable=True)[:, : min(count, clean.shape[1] - 1)]
+
+
+@settings
+class APGD(Search):
+    """Auto-PGD: z = P(x' + eta U_p(g)), x'' = P(x' + 0.75 (z - x') + 0.25 (x' - x'_before)), eta halved when stuck.
+
+    eta starts at 2 eps. At a checkpoint, a sample whose loss rose in at most `rho` of the steps since the last one, or
+    whose eta was left alone there and whose best loss is still the same, halves eta and goes back to its best point.
+
+    In l1 there is no momentum: eta starts at eps, and a step moves only the k pixels of largest gradient, all equally
+    far. At a checkpoint k becomes the number of pixels changed at the best point, divided by 1.5; where that number has
+    fallen by more than 5%, eta is eps again and the search goes back to the best point; elsewhere eta shrinks by 1.5,
+    down to eps / 10.
+
+    Arguments: `loss` is what is climbed; a targeted one is climbed towards each of the `targets` wrong classes of
+    highest clean logit in turn (9, or all there are), by the samples that are left. `start` is a uniform draw from the
+    ball, or that draw moved twice along a random direction of the logits. With a target class given to the call, only
+    that is attacked. A run takes steps + 1 forwards and steps backwards (two more each from a diversified start), and
+    a targeted loss one clean forward to rank the classes.
+
+    Deviations: the start is uniform in the ball, where the authors' code scales the draw to the sphere; nearly all of
+    an image's ball lies next to its sphere, and so the start is PGD's own. The projection is exact in all norms. A loss
+    is compared with that of the point which the step came from, as the paper has it, also just after a return to the
+    best point. In l1, pixels at their bound are not among the k, and k is rounded down: no step is spent on nothing,
+    and the support can shrink to one pixel. The scale-invariant cross-entropy of two classes, flat but for a jump,
+    gives way to the margin.
+
+    Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+    attacks", Algorithm 1; Croce and Hein (2021), "Mind the box: l1-APGD for sparse adversarial attacks on image
+    classifiers", Algorithm 1.
+
+    >>> from steelman.heads import linear
+    >>> net = torch.nn.Sequential(torch.nn.Flatten(), linear(4, 3))
+    >>> x, y = torch.full((2, 1, 2, 2), 0.5), torch.tensor([0, 1])
+    >>> threat = ThreatModel(norm="linf", eps=0.1)
+    >>> bool(threat.contains(APGD(steps=5, loss="targeted-dlr")(net, x, y, threat), x).all())
+    True
+    """
+
+    steps: Count = 100
+    restarts: Count = 1
+    loss: str = "cross-entropy"
+    targets: Count | None = None
+    start: Literal["uniform", "diversified"] = "uniform"
+    rho: Annotated[Number, Field(gt=0, lt=1)] = 0.75
+
+    @model_validator(mode="after")
+    def _sensible(self) -> APGD:
+        usable = sorted(name for name, loss in LOSSES.items() if loss.needs != "reference")
+        if self.loss not in usable:
+            raise UserError(f"loss: expected one of {', '.join(usable)}, got {self.loss!r}")
+        if self.targets is not None and LOSSES[self.loss].needs != "target":
+            raise UserError(f"targets are for the targeted losses; {self.loss!r} climbs away from the true class")
+        return self
+
+    def search(self, problem: Problem) -> None:
+        targets = self._targets(problem)
+        for restart in range(self.restarts):
+            for rank in range(1 if targets is None else targets.shape[1]):
+                rows = problem.alive()
+                if len(rows) == 0:
+                    return
+                key = problem.key.fold("restart", restart, *(("target", rank) if rank else ()))
+                self._climb(problem, rows, None if targets is None else targets[rows, rank], key)
+
+    def _targets(self, problem: Problem) -> Tensor | None:
+        """The classes to climb towards, a column a run."""
+        if problem.target is not None:
+            return problem.target[:, None]
+        if LOSSES[self.loss].needs != "target":
+            return None
+        rows = problem.alive()
+        with torch.no_grad():
+            clean = problem.logits(problem.x, rows)
+        targets = ranked(clean, problem.y, self.targets or TARGETS)
+        problem.keep(problem.x, clean, adversarial_loss(self.loss, clean, problem.y, target=targets[:, 0]), rows)
+        return targets
+
+    def _climbed(self, logits: Tensor) -> str:
+        """The loss in use: of two classes the scale-free cross-entropy sees only which leads, so it has no best point;
+        the margin has the same direction."""
+        return "margin" if self.loss == "scale-invariant-cross-entropy" and logits.shape[1] == 2 else self.loss
+
+    def _climb(self, problem: Problem, rows: Tensor, target: Tensor | None, key: Key) -> None:
+        """One run: success is read from the logits that also give the gradient."""
+        threat, x = problem.threat, problem.x[rows]
+        points = threat.random_start(x, problem.index[rows], key)
+        if self.start == "diversified":
+            points = diversified(problem, rows, points, key)
+        state, looks, before = _State.at(points, x, rows, target, threat), checkpoints(self.steps, threat.norm), 0
+        for step in range(self.steps + 1):
+            last = step == self.steps
+            points = state.points.detach().requires_grad_(not last)
+            with torch.set_grad_enabled(not last):
+                logits = problem.logits(points, state.rows)
+                losses = adversarial_loss(self._climbed(logits), logits, problem.y[state.rows], target=state.target)
+            stay = ~problem.keep(points, logits, losses, state.rows)
+            if last or not stay.any():
+                return
+            gradient = problem.gradient(losses, points, state.rows)
+            losses = losses.detach()
+            if not stay.all():
+                state, gradient, losses = state.only(stay), gradient[stay], losses[stay]
+            state.record(gradient, losses)
+            if step in looks:
+                if threat.norm == "l1":
+                    state.sparsify(threat.eps)
+                else:
+                    state.halve(self.rho * (step - before))
+                before = step
+            state.move(threat, first=step == 0)
+
+
+@dataclasses.dataclass
+class _State:
+    """What one run knows of the samples still in it, a row a sample."""
+
+    rows: Tensor
+    target: Tensor | None
+    x: Tensor
+    points: Tensor
+    previous: Tensor
+    gradient: Tensor
+    losses: Tensor
+    best: Tensor
+    best_gradient: Tensor
+    best_losses: Tensor
+    eta: Tensor
+    rises: Tensor  # steps since the last checkpoint that raised the loss
+    checked: Tensor  # the best loss at the last checkpoint
+    halved: Tensor  # whether that checkpoint halved eta
+    kept: Tensor  # l1: how many pixels a step moves
+    changed: Tensor  # l1: how many pixels the best point had changed at the last checkpoint
+
+    @classmethod
+    def at(cls, points: Tensor, x: Tensor, rows: Tensor, target: Tensor | None, threat: ThreatModel) -> _State:
+        """The state before the first pass: no loss, no gradient, no best point yet."""
+        lowest = torch.full((len(x),), float("-inf"), dtype=x.dtype, device=x.device)
+        pixels = torch.full((len(x),), x[0].numel(), device=x.device)
+        return cls(
+            rows=rows,
+            target=target,
+            x=x,
+            points=points,
+            previous=points,
+            gradient=points,
+            losses=lowest,
+            best=points.clone(),
+            best_gradient=torch.zeros_like(points),
+            best_losses=lowest.clone(),
+            eta=torch.full_like(lowest, threat.eps if threat.norm == "l1" else 2 * threat.eps),
+            rises=torch.full_like(pixels, -1),  # the first pass rises above nothing
+            checked=lowest,
+            halved=torch.zeros_like(pixels, dtype=torch.bool),
+            kept=(pixels * SPARSITY).long().clamp_min(1),
+            changed=pixels,
+        )
+
+    def only(self, stay: Tensor) -> _State:
+        """The state of the samples that stay."""
+        taken: dict[str, Any] = {name: None if value is None else value[stay] for name, value in vars(self).items()}
+        return _State(**taken)
+
+    def record(self, gradient: Tensor, losses: Tensor) -> None:
+        """Take in what the pass at the points gave."""
+        self.rises = self.rises + (losses > self.losses)
+        self.gradient, self.losses = gradient, losses
+        better = losses > self.best_losses
+        self.best[better], self.best_gradient[better] = self.points[better], gradient[better]
+        self.best_losses = torch.where(better, losses, self.best_losses)
+
+    def halve(self, enough: float) -> None:
+        """The checkpoint of linf and l2."""
+        stuck = (self.rises <= enough) | (~self.halved & (self.best_losses == self.checked))
+        self.eta = torch.where(stuck, self.eta / 2, self.eta)
+        self._return(stuck)
+        self.halved, self.checked, self.rises = stuck, self.best_losses, torch.zeros_like(self.rises)
+
+    def sparsify(self, eps: float) -> None:
+        """The checkpoint of l1."""
+        changed = (self.best != self.x).flatten(1).sum(dim=1)
+        sparser = changed < 0.95 * self.changed
+        self.kept = (changed / SPARSER).long().clamp_min(1)
+        self.eta = torch.where(sparser, eps, (self.eta / SHORTEN).clamp_min(eps / LEAST))
+        self._return(sparser)
+        self.changed = changed
+
+    def _return(self, which: Tensor) -> None:
+        """Go back to the best point, whose gradient is known."""
+        at = which.view(-1, *[1] * (self.x.dim() - 1))
+        self.points = torch.where(at, self.best, self.points)
+        self.gradient = torch.where(at, self.best_gradient, self.gradient)
+        self.losses = torch.where(which, self.best_losses, self.losses)
+
+    def move(self, threat: ThreatModel, first: bool) -> None:
+        """The next points."""
+        eta = self.eta.view(-1, *[1] * (self.x.dim() - 1))
+        if threat.norm == "l1":
+            self.points = threat.project(self.points + eta * self._sparse(threat), self.x)
+            return
+        towards = threat.project(self.points + eta * threat.steepest(self.gradient, self.points), self.x)
+        if not first:
+            pull = (1 - MOMENTUM) * (self.points - self.previous)
+            towards = threat.project(self.points + MOMENTUM * (towards - self.points) + pull, self.x)
+        self.previous, self.points = self.points, towards
+
+    def _sparse(self, threat: ThreatModel) -> Tensor:
+        """The step of l1 length 1 that moves the k pixels of largest gradient, among those that can still move."""
+        room = torch.where(self.gradient > 0, threat.high - self.points, self.points - threat.low).flatten(1)
+        size = self.gradient.flatten(1).abs().where(room > 0, 0.0)
+        cut = size.sort(dim=1, descending=True).values.gather(1, self.kept[:, None] - 1)
+        step = self.gradient.flatten(1).sign() * ((size >= cut) & (size > 0))
+        return (step / step.abs().sum(dim=1, keepdim=True).clamp_min(1)).reshape(self.x.shape)

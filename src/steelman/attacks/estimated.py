@@ -1,0 +1,131 @@
+"""Gradients from answers alone: NES and SPSA are the two noises of this one file."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from steelman.attacks.engine import Problem, Search
+from steelman.attacks.pgd import PGD, ascend
+from steelman.losses import adversarial_loss
+from steelman.rng import Key
+from steelman.settings import Count, Number, settings
+
+# What one forward is given at most: more makes no model quicker, and memory would grow with pairs times samples.
+IMAGES_AT_ONCE = 1024
+VALUES_AT_ONCE = 1 << 23
+
+
+def at_once(x: Tensor, copies: int) -> int:
+    """How many sets of `copies` points for each of the samples `x` go through the model together; at least one."""
+    images = min(IMAGES_AT_ONCE, VALUES_AT_ONCE // max(1, math.prod(x.shape[1:])))
+    return max(1, images // max(1, copies * len(x)))
+
+
+def climbed(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
+    """The margin of the wrong classes over the true one; towards a target, that of the target over all others."""
+    target = None if problem.target is None else problem.target[rows]
+    return adversarial_loss("margin", logits, problem.y[rows], target=target)
+
+
+def signs(key: Key, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """-1 or 1 with equal chances, of shape (N, *shape): one random bit each."""
+    count = math.prod(shape)
+    bits = key.bits(index, (count + 63) // 64)
+    places = torch.arange(64, device=index.device)
+    drawn = ((bits[:, :, None] >> places) & 1).flatten(1)[:, :count]
+    return (2 * drawn - 1).to(dtype).reshape(len(index), *shape)
+
+
+@settings
+class Estimated(Search):
+    """Projected ascent along g = 1/(2 q sigma) sum_i [L(x' + sigma u_i) - L(x' - sigma u_i)] u_i, from logits alone.
+
+    L is the margin max_{j != y} z_j - z_y, or z_t - max_{j != t} z_j towards a target; u_i is Gaussian (NES) or of
+    random signs (SPSA). The step is PGD's: x' <- project(x' + eta U_p(g)).
+
+    Arguments: `pairs` is q, so that a step asks 2 q queries for each sample; `sigma` is how far apart they are;
+    `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is the clean image or a uniform draw.
+    Every point stepped to costs one query more, since only the model's answer there says whether it succeeds: a sample
+    that never falls asks steps (2 q + 1) + 1 queries a restart. A sample stops at its first success.
+
+    The queries x' +- sigma u_i may be adversarial themselves, but do not count: most lie outside the ball or the box,
+    and projected first, they would no longer give an unbiased difference. Where the model takes no values outside the
+    box at all, start from images a few sigma inside it.
+
+    Deviations: some papers print L with the opposite sign beside an ascent step, which would climb towards the true
+    class; this climbs away from it. The papers step with Adam or momentum, this with PGD's step. Directions are drawn
+    anew at every step and for every sample.
+
+    Ilyas et al. (2018), "Black-box Adversarial Attacks with Limited Queries and Information", section 2.1; Uesato et
+    al. (2018), "Adversarial Risk and the Dangers of Evaluating Against Weak Attacks", section 4.
+
+    >>> from steelman.heads import linear
+    >>> from steelman.threat import ThreatModel
+    >>> net = torch.nn.Sequential(torch.nn.Flatten(), linear(4, 3))
+    >>> x, y = torch.full((2, 1, 2, 2), 0.5), torch.tensor([0, 1])
+    >>> threat = ThreatModel(norm="linf", eps=0.1)
+    >>> found = Estimated(steps=5, pairs=8).run(net, x, y, threat)
+    >>> bool(threat.contains(found.x_adv, x).all()), int(found.backwards.sum())
+    (True, 0)
+    """
+
+    noise: Literal["gaussian", "rademacher"] = "gaussian"
+    steps: Count = 50
+    pairs: Count = 128
+    sigma: Annotated[Number, Field(gt=0)] = 0.001
+    step_size: Annotated[Number, Field(gt=0)] | None = None
+    restarts: Count = 1
+    start: Literal["zero", "uniform"] = "zero"
+
+    black_box: ClassVar[bool] = True
+
+    @torch.no_grad()
+    def search(self, problem: Problem) -> None:
+        threat, eta = problem.threat, PGD(steps=self.steps, step_size=self.step_size).eta(problem.threat)
+        for restart in range(self.restarts):
+            rows, key = problem.alive(), problem.key.fold("restart", restart)
+            x_adv = problem.x[rows]
+            if self.start == "uniform":
+                x_adv = threat.random_start(x_adv, problem.index[rows], key)
+            for step in range(self.steps + 1):
+                if len(rows) == 0:
+                    return
+                logits = problem.logits(x_adv, rows)
+                stay = ~problem.keep(x_adv, logits, climbed(problem, logits, rows), rows)
+                if step == self.steps:
+                    break
+                rows, x_adv = rows[stay], x_adv[stay]
+                gradient = self.gradient(problem, x_adv, rows, key.fold("step", step))
+                x_adv = ascend(x_adv, gradient, problem.x[rows], threat, eta)
+
+    def gradient(self, problem: Problem, points: Tensor, rows: Tensor, key: Key) -> Tensor:
+        """The estimate of each sample's gradient at its point.
+
+        Pairs are drawn by their number and added in its order, so how many of them share a forward changes nothing.
+        """
+        total = torch.zeros_like(points)
+        chunk = at_once(points, copies=2)
+        for first in range(0, self.pairs if len(rows) else 0, chunk):
+            count = min(chunk, self.pairs - first)
+            u = self.directions(points, problem.index[rows], range(first, first + count), key)
+            both = torch.stack((points[:, None] + self.sigma * u, points[:, None] - self.sigma * u), dim=2)
+            asked = rows.repeat_interleave(2 * count)
+            losses = climbed(problem, problem.logits(both.flatten(0, 2), asked), asked).view(len(rows), count, 2)
+            slopes = (losses[..., 0] - losses[..., 1]).to(u.dtype) / (2 * self.sigma * self.pairs)
+            slopes = slopes.view(len(rows), count, *[1] * (points.dim() - 1))
+            for pair in range(count):
+                total.addcmul_(u[:, pair], slopes[:, pair])
+        return total
+
+    def directions(self, points: Tensor, index: Tensor, pairs: range, key: Key) -> Tensor:
+        """u_i of each sample for the pairs i asked for: (N, pairs, *shape)."""
+        shape, dtype = tuple(points.shape[1:]), points.dtype
+        numbers = torch.arange(pairs.start, pairs.stop, device=index.device)
+        each = (index[:, None] * self.pairs + numbers).flatten()  # one number for each sample and pair
+        u = key.normal(each, shape, dtype) if self.noise == "gaussian" else signs(key, each, shape, dtype)
+        return u.view(len(index), len(pairs), *shape)

@@ -1,0 +1,115 @@
+"""PGD through normalised features: an attack on a plain model by way of the hypersphere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from steelman.attacks.engine import Problem, Search
+from steelman.attacks.feature import Reader, reading
+from steelman.attacks.pgd import PGD, ascend
+from steelman.errors import UserError, unknown
+from steelman.heads import Head
+from steelman.losses import LOSSES, adversarial_loss
+from steelman.settings import Count, Number, SettingsError, settings
+
+
+def normalised(features: Tensor, weight: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """s W z / ||z||_2 + b; with scale None, s is the length ||z||_2 as a constant, so that the logits keep their size.
+
+    >>> normalised(torch.tensor([[3.0, 4.0]]), torch.eye(2), None, 1.0)
+    tensor([[0.6000, 0.8000]])
+    """
+    length = torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_min(1e-12)
+    size = length.detach() if scale is None else scale
+    logits: Tensor = F.linear(features, weight) * (size / length)
+    return logits if bias is None else logits + bias
+
+
+@settings
+class FNAttack(Search):
+    """PGD on the loss of s W z / ||z||_2, z the features that enter the last layer; success is the model's own.
+
+    The gradient has no part along z: no step is spent on making the features longer or shorter, which changes how sure
+    a plain model is but not what it answers.
+
+    Arguments: `steps`, `step_size` and `restarts` as in PGD, from a `uniform` or `zero` start; `loss` is any that needs
+    logits and labels alone; `scale` is s: a number, or "length" for the sample's own ||z||_2, held constant; `bias`
+    adds the last layer's bias.
+
+    Deviations: the paper gives neither s, eta nor eps for its table. A batch's mean length would tie its samples
+    together, so "length" is the sample's own. A model without a linear layer is attacked through its normalised logits.
+
+    >>> from torch import nn
+    >>> from steelman.threat import ThreatModel
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> x, y = torch.full((2, 1, 2, 2), 0.5), torch.tensor([0, 1])
+    >>> FNAttack(steps=2)(net, x, y, ThreatModel(eps=0.1)).shape
+    torch.Size([2, 1, 2, 2])
+
+    Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding", Eq. (12) and Table 7.
+    """
+
+    steps: Count = 20
+    step_size: Annotated[Number, Field(gt=0)] | None = None
+    restarts: Count = 1
+    loss: str = "cross-entropy"
+    start: Literal["uniform", "zero"] = "uniform"
+    scale: Annotated[Number, Field(gt=0)] | Literal["length"] = 1.0
+    bias: bool = False
+
+    @model_validator(mode="after")
+    def _sensible(self) -> FNAttack:
+        plain = [name for name, loss in LOSSES.items() if loss.needs == "nothing"]
+        if self.loss not in plain:
+            raise SettingsError([(("loss",), str(unknown("loss", self.loss, plain)))])
+        if self.start == "zero" and self.restarts > 1:
+            raise UserError(
+                f"restarts from the same point repeat one another: start 'zero' with {self.restarts} restarts"
+            )
+        return self
+
+    def search(self, problem: Problem) -> None:
+        eta = PGD(steps=self.steps, step_size=self.step_size).eta(problem.threat)
+        with reading(problem) as read:
+            if isinstance(read.layer, Head) and read.layer.normalise_features:
+                raise UserError(
+                    "expected a model whose last layer takes features as they are; this one's head "
+                    "normalises them, and pgd attacks it as it is"
+                )
+            for restart in range(self.restarts):
+                rows = problem.alive()
+                if len(rows) == 0:
+                    return
+                points = problem.x[rows]
+                if self.start == "uniform":
+                    key = problem.key.fold("restart", restart)
+                    points = problem.threat.random_start(points, problem.index[rows], key)
+                self._climb(problem, read, rows, points, eta)
+
+    def _climb(self, problem: Problem, read: Reader, rows: Tensor, points: Tensor, eta: float) -> None:
+        """All steps on the samples `rows`, each leaving when it falls: one forward gives features and verdict."""
+        for step in range(self.steps + 1):
+            last = step == self.steps
+            points = points.detach().requires_grad_(not last)
+            with torch.set_grad_enabled(not last):
+                logits, features = read(points, rows)
+                losses = self._losses(problem, read, logits, features, rows)
+            stay = ~problem.keep(points, logits, losses, rows)
+            if last or not stay.any():
+                return
+            gradient, points = problem.gradient(losses, points, rows), points.detach()
+            if not stay.all():
+                rows, points, gradient = rows[stay], points[stay], gradient[stay]
+            points = ascend(points, gradient, problem.x[rows], problem.threat, eta)
+
+    def _losses(self, problem: Problem, read: Reader, logits: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+        bias = read.layer.bias if self.bias and read.layer is not None else None
+        scale = None if self.scale == "length" else self.scale
+        seen = normalised(features, read.weight(logits), bias, scale)
+        target = None if problem.target is None else problem.target[rows]
+        return adversarial_loss(self.loss, seen, problem.y[rows], target=target)
