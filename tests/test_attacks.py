@@ -16,6 +16,7 @@ from steelman.threat import Norm, ThreatModel
 from tests.oracles import (
     DUALS,
     LinearClassifier,
+    check_budget,
     check_inside,
     check_linear,
     check_linear_in_box,
@@ -23,7 +24,7 @@ from tests.oracles import (
     rand,
     randn,
 )
-from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX
+from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX, ORACLE_ATTACKS
 
 NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
 EPS = {"linf": 0.1, "l2": 0.4, "l1": 1.0}
@@ -56,7 +57,7 @@ def samples(n: int = 8, classes: int = 4) -> tuple[Smooth, Tensor, Tensor]:
 
 
 def test_every_attack_has_small_settings() -> None:
-    assert ATTACK_SETTINGS.keys() == ATTACKS.keys()
+    assert ATTACK_SETTINGS.keys() == ATTACKS.keys() == ORACLE_ATTACKS.keys()
     assert set(EXACT_ATTACKS) <= set(ATTACKS)
     assert set(EXACT_ATTACKS_IN_BOX) <= set(ATTACKS)
 
@@ -175,6 +176,12 @@ class TestContract:
         assert threat.contains(x_adv, problem.x).all()
         if name != "feature":  # what looks most like a guide need not be beyond the boundary
             assert (model(x_adv).argmax(dim=1) != problem.y).all()
+
+
+@every_attack
+def test_succeeds_exactly_where_it_can(name: str, norm: Norm) -> None:
+    options, slack = ORACLE_ATTACKS[name]
+    check_budget(ATTACKS[name](**options), norm, 2, slack=slack[norm])
 
 
 class TestLinearOracle:

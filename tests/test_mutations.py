@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from steelman import threat as threat_module
+from steelman.attacks import ATTACKS, Problem
 from steelman.attacks import pgd as pgd_module
 from steelman.losses import adversarial_loss
 from steelman.threat import ThreatModel
-from tests.oracles import check_inside, check_linear, check_linear_in_box, check_projection, check_unit_step, randn, red
-from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX
+from tests.oracles import (
+    check_budget,
+    check_inside,
+    check_linear,
+    check_linear_in_box,
+    check_projection,
+    check_unit_step,
+    randn,
+    red,
+)
+from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX, ORACLE_ATTACKS
 
 NORMS = ["linf", "l2", "l1"]
 every_norm = pytest.mark.parametrize("norm", NORMS)
@@ -80,6 +90,28 @@ class TestStep:
 
         check = partial(check_linear_in_box, "pgd", "l1", **EXACT_ATTACKS_IN_BOX["pgd"])
         green_then_red(check, lambda: monkeypatch.setattr(ThreatModel, "steepest", blind))
+
+
+WHITE_BOX = [
+    (name, norm)
+    for name, (options, slack) in ORACLE_ATTACKS.items()
+    for norm in slack
+    if not ATTACKS[name](**options).black_box
+]
+
+
+@pytest.mark.parametrize(("name", "norm"), WHITE_BOX)
+@pytest.mark.parametrize("broken", [-1.0, 0.0], ids=["flipped", "zero"])
+def test_gradient_broken(monkeypatch: pytest.MonkeyPatch, name: str, norm: str, broken: float) -> None:
+    """Every attack that asks for gradients needs the right ones; a constant loss is one whose gradient is zero."""
+    options, slack = ORACLE_ATTACKS[name]
+    check = partial(check_budget, ATTACKS[name](**options), norm, 2, slack=slack[norm])
+    right = Problem.gradient
+
+    def wrong(self: Problem, *args: Any, **rest: Any) -> Tensor:
+        return broken * right(self, *args, **rest)
+
+    green_then_red(check, lambda: monkeypatch.setattr(Problem, "gradient", wrong))
 
 
 class TestLoss:

@@ -93,7 +93,7 @@ class FeatureAttack(Search):
     torch.Size([2])
 
     Sabour et al. (2016), "Adversarial Manipulation of Deep Representations", for one guide; as an attack over many
-    guides, github.com/Line290/FeatureAttack, as in Pang et al. (2020), Table 10.
+    guides, github.com/Line290/FeatureAttack, as in Pang et al. (2020), Table 2.
     """
 
     steps: Count = 50
