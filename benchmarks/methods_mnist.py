@@ -20,8 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from rich.console import Console
+from scipy.stats import bootstrap
 
 from steelman import config, run
 from steelman import data as datasets
@@ -219,7 +221,13 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
                 verdict = "-"
             time_share = f"{share(key, ('pgd-at', 'linear')):.2f}x"
             lines.append(f"| {name} | {head} | {' | '.join(cells)} | {time_share} | {verdict} |")
-    extra = {name: share((name, "he"), (name, "linear")) - 1 for name in SETTINGS}
+    pairs = {
+        name: [a / b - 1 for a, b in zip(seconds[name, "he"], seconds[name, "linear"], strict=True)]
+        for name in (*SETTINGS, LARGER)
+    }
+    extra = {name: statistics.median(pairs[name]) for name in SETTINGS}
+    every = [pair for name in SETTINGS for pair in pairs[name]]
+    low, high = bootstrap((numpy.array(every),), numpy.median, n_resamples=2000, rng=0).confidence_interval
     behind = sum(stat((name, "he"), "worst case") < stat((name, "linear"), "worst case") for name in extra)
     listed = ", ".join(f"{name} {value:+.1%}" for name, value in extra.items())
     found = versions()
@@ -228,9 +236,10 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
         "The last column is the difference in worst-case accuracy to PGD-AT with a linear head; within two standard",
         "errors over seeds it is called noise.",
         "",
-        f"A hypersphere head's extra time: {listed}; median {statistics.median(extra.values()):+.1%}. It is a fixed",
-        "cost, some 0.15 ms a forward and backward, that shows on so small a network; PGD-AT with the network",
-        f"`{LARGER}` takes {share((LARGER, 'he'), (LARGER, 'linear')) - 1:+.1%}.",
+        f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches,",
+        "one with the head and the next without (95% bootstrap interval of the median",
+        f"{low:+.1%} .. {high:+.1%}). By method, each a median of {len(every) // len(SETTINGS)} pairs and so far less",
+        f"certain: {listed}; PGD-AT with the larger `{LARGER}`: {statistics.median(pairs[LARGER]):+.1%}.",
         "",
         f"The hypersphere head, with its default scale and margin, has the lower mean worst case for {behind} of the",
         f"{len(extra)} methods after these 5 short epochs.",

@@ -72,7 +72,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMANDS = [("train",), ("resume",), ("evaluate",), ("list",), ("demo",), ("data",), ("data", "list"), ("data", "get")]
+COMMANDS = [
+    ("train",),
+    ("resume",),
+    ("evaluate",),
+    ("transfer",),
+    ("list",),
+    ("demo",),
+    ("data",),
+    ("data", "list"),
+    ("data", "get"),
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS, ids=" ".join)

@@ -1,4 +1,4 @@
-"""Attacks by name. To add one: a file here, a line in ATTACKS, a line in tests/settings.py."""
+"""Attacks by name. To add one: a file here, a line in ATTACKS, its settings in tests/settings.py."""
 
 from __future__ import annotations
 
