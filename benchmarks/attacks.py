@@ -171,105 +171,105 @@ def rows(eps: dict[str, float], quick: bool) -> list[Row]:
             },
         ),
         Row(
-            "APGD-CE-50",
+            "APGD-CE-25",
             "linf",
             "apgd",
-            {"steps": n(50)},
+            {"steps": n(25)},
             {
-                "torchattacks": torchattacks("APGD", eps=e, steps=n(50), loss="ce"),
+                "torchattacks": torchattacks("APGD", eps=e, steps=n(25), loss="ce"),
                 "art": art(
                     "AutoProjectedGradientDescent",
                     eps=e,
                     eps_step=2 * e,
-                    max_iter=n(50),
+                    max_iter=n(25),
                     nb_random_init=1,
                     loss_type="cross_entropy",
                 ),
             },
         ),
         Row(
-            "APGD-DLR-50",
+            "APGD-DLR-25",
             "linf",
             "apgd-dlr",
-            {"steps": n(50)},
-            {"torchattacks": torchattacks("APGD", eps=e, steps=n(50), loss="dlr")},
+            {"steps": n(25)},
+            {"torchattacks": torchattacks("APGD", eps=e, steps=n(25), loss="dlr")},
         ),
         Row(
-            "APGD-T-20 x 9",
+            "APGD-T-10 x 9",
             "linf",
             "apgd-t",
-            {"steps": n(20), "targets": 9},
-            {"torchattacks": torchattacks("APGDT", eps=e, steps=n(20), n_classes=10)},
+            {"steps": n(10), "targets": 9},
+            {"torchattacks": torchattacks("APGDT", eps=e, steps=n(10), n_classes=10)},
         ),
         Row(
-            "FAB-20",
+            "FAB-10",
             "linf",
             "fab",
-            {"steps": n(20)},
-            {"torchattacks": torchattacks("FAB", eps=e, steps=n(20), n_classes=10)},
+            {"steps": n(10)},
+            {"torchattacks": torchattacks("FAB", eps=e, steps=n(10), n_classes=10)},
         ),
         Row(
-            "FAB-T-10 x 9",
+            "FAB-T-5 x 9",
             "linf",
             "fab-t",
-            {"steps": n(10), "targets": 9},
-            {"torchattacks": torchattacks("FAB", eps=e, steps=n(10), n_classes=10, multi_targeted=True)},
+            {"steps": n(5), "targets": 9},
+            {"torchattacks": torchattacks("FAB", eps=e, steps=n(5), n_classes=10, multi_targeted=True)},
         ),
         Row(
-            "DeepFool-50",
+            "DeepFool-25",
             "linf",
             "deepfool",
-            {"steps": n(50)},
-            {"foolbox": foolbox("LinfDeepFoolAttack", e, steps=n(50))},
+            {"steps": n(25)},
+            {"foolbox": foolbox("LinfDeepFoolAttack", e, steps=n(25))},
         ),
         Row(
-            "DeepFool-50 l2",
+            "DeepFool-25 l2",
             "l2",
             "deepfool",
-            {"steps": n(50)},
+            {"steps": n(25)},
             {
-                "foolbox": foolbox("L2DeepFoolAttack", two, steps=n(50)),
-                "torchattacks": torchattacks("DeepFool", steps=n(50)),
+                "foolbox": foolbox("L2DeepFoolAttack", two, steps=n(25)),
+                "torchattacks": torchattacks("DeepFool", steps=n(25)),
             },
         ),
         Row(
-            "C&W 4 x 50",
+            "C&W 4 x 25",
             "l2",
             "cw",
-            {"steps": n(50), "search_steps": 4, "c": 0.1},
+            {"steps": n(25), "search_steps": 4, "c": 0.1},
             {
-                "foolbox": foolbox("L2CarliniWagnerAttack", two, binary_search_steps=4, steps=n(50), initial_const=0.1),
-                "torchattacks (c = 1, 200 steps)": torchattacks("CW", c=1, steps=n(200)),
+                "foolbox": foolbox("L2CarliniWagnerAttack", two, binary_search_steps=4, steps=n(25), initial_const=0.1),
+                "torchattacks (c = 1, 100 steps)": torchattacks("CW", c=1, steps=n(100)),
             },
         ),
         Row(
-            "Square-300",
+            "Square-150",
             "linf",
             "square",
-            {"queries": n(300)},
+            {"queries": n(150)},
             {
-                "torchattacks": torchattacks("Square", eps=e, n_queries=n(300)),
-                "art": art("SquareAttack", eps=e, max_iter=n(300), nb_restarts=1),
+                "torchattacks": torchattacks("Square", eps=e, n_queries=n(150)),
+                "art": art("SquareAttack", eps=e, max_iter=n(150), nb_restarts=1),
             },
         ),
         Row(
-            "Square-300 l2",
+            "Square-150 l2",
             "l2",
             "square",
-            {"queries": n(300)},
+            {"queries": n(150)},
             {
-                "torchattacks": torchattacks("Square", norm="L2", eps=two, n_queries=n(300)),
-                "art": art("SquareAttack", norm=2, eps=two, max_iter=n(300), nb_restarts=1),
+                "torchattacks": torchattacks("Square", norm="L2", eps=two, n_queries=n(150)),
+                "art": art("SquareAttack", norm=2, eps=two, max_iter=n(150), nb_restarts=1),
             },
         ),
         Row(
-            "SPSA-5, 32 pairs",
+            "SPSA-5, 16 pairs",
             "linf",
             "spsa",
-            {"steps": n(5), "pairs": 32, "sigma": 0.01, "step_size": e / 2},
+            {"steps": n(5), "pairs": 16, "sigma": 0.01, "step_size": e / 2},
             {
                 "torchattacks": torchattacks(
-                    "SPSA", eps=e, delta=0.01, lr=e / 2, nb_iter=n(5), nb_sample=64, max_batch_size=64
+                    "SPSA", eps=e, delta=0.01, lr=e / 2, nb_iter=n(5), nb_sample=32, max_batch_size=32
                 )
             },
         ),
@@ -437,13 +437,13 @@ MNIST, CIFAR = {"linf": 0.3, "l2": 1.5}, {"linf": 8 / 255, "l2": 0.5}
 
 
 def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
-    """A narrow PreActResNet-18, trained here: with the small PGD-AT recipe, shortened, or without an adversary."""
+    """A narrow PreActResNet-18, trained here: the small PGD-AT recipe, narrower and shortened, or no adversary."""
     folder = work / (f"cifar10-{'standard' if standard else 'robust'}" + ("-quick" if quick else ""))
     if not (folder / "evaluation.json").exists():
         changes = [
             f"training.epochs={1 if quick else 3 if standard else 5}",
             f"evaluation.samples={50 if quick else 500}",
-            *(["objective=standard"] if standard else []),
+            *(["objective=standard"] if standard else ["model.width=8"]),
             *(["validation.size=49500", "validation.samples=50"] if quick else []),
         ]
         run.train(config.read("cifar10-pgd-at-small", changes)[0], folder)
@@ -452,7 +452,11 @@ def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
     index = torch.arange(samples)
     kind = "standard training" if standard else "PGD-AT with one step"
     return Case(
-        f"CIFAR-10, PreActResNet-18 of width 16, {kind}", model.eval(), test.images(index), test.labels[index], CIFAR
+        f"CIFAR-10, PreActResNet-18 of width {16 if standard else 8}, {kind}",
+        model.eval(),
+        test.images(index),
+        test.labels[index],
+        CIFAR,
     )
 
 
