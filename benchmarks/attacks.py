@@ -237,10 +237,14 @@ def rows(eps: dict[str, float], quick: bool) -> list[Row]:
             "l2",
             "cw",
             {"steps": n(25), "search_steps": 4, "c": 0.1},
-            {
-                "foolbox": foolbox("L2CarliniWagnerAttack", two, binary_search_steps=4, steps=n(25), initial_const=0.1),
-                "torchattacks (c = 1, 100 steps)": torchattacks("CW", c=1, steps=n(100)),
-            },
+            {"foolbox": foolbox("L2CarliniWagnerAttack", two, binary_search_steps=4, steps=n(25), initial_const=0.1)},
+        ),
+        Row(
+            "C&W 1 x 100",
+            "l2",
+            "cw",
+            {"steps": n(100), "search_steps": 1, "c": 1},
+            {"torchattacks": torchattacks("CW", c=1, steps=n(100))},
         ),
         Row(
             "Square-150",
