@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import PGD, Problem, Search
+from steelman.attacks import ATTACKS, PGD, Problem, Search
 from steelman.errors import UserError
 from steelman.models.classifier import build_classifier
 from steelman.rng import Key
 from steelman.settings import settings
-from steelman.threat import ThreatModel
+from steelman.threat import Norm, ThreatModel
 from tests.oracles import LinearClassifier, rand
+from tests.settings import ATTACK_SETTINGS
 
 THREAT = ThreatModel(eps=0.1)
 
@@ -136,7 +139,159 @@ class TestLayout:
         torch.testing.assert_close(found.x_adv, plain, rtol=0, atol=1e-12)
 
 
+class TestConvolutions:
+    """What the linear models of the contract cannot show: a layout that changes, sums that depend on the batch."""
+
+    @pytest.mark.parametrize("name", sorted(ATTACKS))
+    def test_every_success_is_one_in_the_plain_layout_and_alone(self, name: str) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)
+        )
+        x = rand(24, 1, 6, 6, dtype=torch.float32)
+        with torch.no_grad():
+            model[-1].bias -= model(x).mean(dim=0)  # no class is ahead everywhere
+            y = model(x).argmax(dim=1)
+        attack = ATTACKS[name](**ATTACK_SETTINGS[name])
+        pointers, state = [p.data_ptr() for p in model.parameters()], [p.clone() for p in model.parameters()]
+        threat = ThreatModel(norm=attack.norms[0], eps={"linf": 0.1, "l2": 0.5}[attack.norms[0]])
+        found = attack.run(model, x, y, threat, distances=attack.minimum_norm)
+        points = found.x_adv if found.nearest is None else found.nearest
+        claimed = found.success if found.distance is None else found.distance.isfinite()
+        with torch.no_grad():
+            together = model(points).argmax(dim=1) != y
+            alone = torch.cat([model(points[i : i + 1]).argmax(dim=1) for i in range(len(x))]) != y
+        assert claimed.any()
+        assert together[claimed].all()
+        assert alone[claimed].all()
+        assert pointers == [p.data_ptr() for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(state, model.parameters()))
+
+    def test_a_model_that_fails_inside_gets_its_layout_back(self) -> None:
+        model, x, y = a_conv()
+        pointers, calls = [p.data_ptr() for p in model.parameters()], []
+
+        def fail(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+
+        model.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            PGD(steps=5).run(model, x, y, ThreatModel(eps=1e-4))
+        assert pointers == [p.data_ptr() for p in model.parameters()]
+
+    def test_a_layout_that_only_batches_notice(self) -> None:
+        class Grouped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv, self.out = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                z: Tensor = self.conv(x)
+                n, c, h, w = z.shape
+                assert isinstance(n, int)
+                return self.out(z.view(n * c, 1, h, w).mean(dim=(1, 2, 3)).view(n, c))  # type: ignore[no-any-return]
+
+        model, x = Grouped(), torch.rand(4, 3, 8, 8)
+        PGD(steps=2).run(model, x, model(x).argmax(dim=1), THREAT)
+
+
+class TestNoNonsense:
+    def test_not_a_number_is_no_success(self) -> None:
+        class Nothing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.flatten(1)[:, :3] * float("nan")
+
+        for name in ("pgd", "square", "nes", "deepfool", "rays"):
+            attack = ATTACKS[name](**ATTACK_SETTINGS[name])
+            found = attack.run(Nothing(), rand(3, 1, 2, 2), torch.tensor([0, 1, 2]), THREAT)
+            assert not found.success.any()
+            assert found.x_adv.isfinite().all()
+
+    @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+    @pytest.mark.parametrize("name", ["bim", "mim", "pgd", "apgd", "deepfool", "fab"])
+    def test_an_infinite_derivative_does_not_stop_it(self, name: str, norm: Norm) -> None:
+        class Rooted(LinearClassifier):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + torch.cat((x.flatten(1)[:, :1].sqrt(), torch.zeros(len(x), 2)), dim=1)
+
+        model, x = Rooted(rand(3, 12, seed=1) - 0.5, torch.zeros(3, dtype=torch.float64)), rand(6, 1, 3, 4, seed=2)
+        x[:, 0, 0, 0] = 0.0
+        y = model(x).argmax(dim=1)
+        threat = ThreatModel(norm=norm, eps={"linf": 0.4, "l2": 1.2, "l1": 4.0}[norm])
+        assert ATTACKS[name](**ATTACK_SETTINGS[name]).run(model, x, y, threat).success.all()
+
+    def test_a_callers_autocast_does_not_reach_the_search(self) -> None:
+        model, x, y = a_conv()
+        alone = PGD(steps=3).run(model, x, y, THREAT).x_adv
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(PGD(steps=3).run(model, x, y, THREAT).x_adv, alone)
+        with torch.inference_mode():
+            assert torch.equal(PGD(steps=3).run(model, x.clone(), y.clone(), THREAT).x_adv, alone)
+
+    def test_without_a_radius_what_is_wrong_has_fallen(self) -> None:
+        model, x, y = a_conv()
+        y[2] = (y[2] + 1) % 10
+        for name in ("pgd", "fab"):
+            found = ATTACKS[name]().run(model, x, y, THREAT.at(0.0))
+            assert found.success.nonzero().flatten().tolist() == [2]
+            assert found.forwards.tolist() == [1] * 6
+            assert torch.equal(found.x_adv, x)
+
+    def test_both_sides_of_one_pixel(self) -> None:
+        for side in (0.2, 0.8):
+            model = LinearClassifier(torch.tensor([[0.0], [1.0 if side > 0.5 else -1.0]]), torch.tensor([0.0, -side]))
+            if side < 0.5:
+                model = LinearClassifier(torch.tensor([[0.0], [-1.0]]), torch.tensor([0.0, side]))
+            x, y = torch.full((1, 1, 1, 1), 0.5), torch.tensor([0])
+            found = ATTACKS["rays"](queries=60).run(model, x, y, ThreatModel(eps=0.35))
+            assert found.success.all()
+
+
 class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"x": torch.full((6, 1, 28, 28), 3.0)}, r"expected pixels in \[0, 1\], got 3 .. 3"),
+            ({"x": torch.full((6, 1, 28, 28), float("nan"))}, "expected finite pixels, got 4704"),
+            ({"x": torch.zeros(6, 1, 28, 28, dtype=torch.uint8)}, "images as a tensor of floats, got torch.uint8"),
+            ({"y": torch.zeros(6)}, "expected 6 labels as a tensor of integers, got torch.float32"),
+            ({"y": torch.zeros(5, dtype=torch.int64)}, r"expected 6 labels .* of shape \(5,\)"),
+            ({"y": [0] * 6}, r"expected 6 labels as a tensor of integers, got \[0, 0"),
+            ({"y": torch.full((6,), 10)}, "expected a label in 0 .. 9, got 10"),
+            ({"target": torch.full((6,), -1)}, "expected a target in 0 .. 9, got -1"),
+            ({"target": 3}, "expected 6 targets as a tensor of integers, got 3"),
+            ({"index": torch.arange(7)}, "expected 6 indices"),
+            ({"precision": "bf16"}, "precision: expected one of full, bfloat16, got 'bf16'"),
+            ({"threat": 0.3}, "expected a ThreatModel, got 0.3"),
+        ],
+    )
+    def test_what_cannot_be_attacked(self, change: dict[str, Any], said: str) -> None:
+        model, x, y = a_conv()
+        given: dict[str, Any] = {"model": model, "x": x, "y": y, "threat": THREAT, **change}
+        with pytest.raises(UserError, match=said):
+            PGD(steps=1).run(**given)
+
+    @pytest.mark.parametrize("name", ["deepfool", "fab", "nes", "zoo"])
+    def test_reduced_precision_where_small_differences_count(self, name: str) -> None:
+        model, x, y = a_conv()
+        with pytest.raises(UserError, match="expected precision 'full', for it looks for small differences"):
+            ATTACKS[name]().run(model, x, y, THREAT, precision="bfloat16")
+
+    def test_one_class_and_no_gradient(self) -> None:
+        _, x, y = a_conv()
+        with pytest.raises(UserError, match="at least two classes, got 1"):
+            PGD().run(nn.Sequential(nn.Flatten(), nn.Linear(784, 1)), x, torch.zeros_like(y), THREAT)
+
+        class Detached(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.detach().flatten(1)[:, :10]
+
+        with pytest.raises(UserError, match="gives no gradient with respect to its input; a black-box attack"):
+            PGD().run(Detached(), x, Detached()(x).argmax(dim=1), THREAT)
+        ATTACKS["square"](queries=3).run(Detached(), x, y, THREAT)
+
     @settings
     class Only(Search):
         norms = ("l2",)

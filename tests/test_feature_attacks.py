@@ -273,7 +273,7 @@ class TestFN:
         layer = nn.Linear(12, 4).double()
         net, x = nn.Sequential(nn.Flatten(), layer), rand(5, 1, 3, 4, seed=4) + 0.1
         y = net(x).argmax(dim=1)
-        FNAttack(steps=1, start="zero", scale=scale)(net, x, y, ThreatModel(eps=0.1))
+        FNAttack(steps=1, start="zero", scale=scale)(net, x, y, ThreatModel(eps=0.1, high=2))
         z, w = x.flatten(1), layer.weight.detach()
         length = z.norm(dim=1, keepdim=True)
         unit, s = z / length, length if scale == "length" else scale

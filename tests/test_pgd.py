@@ -174,7 +174,8 @@ class TestUntouched:
     def test_every_attack_leaves_no_trace(self, name: str) -> None:
         model, x = net(), torch.rand(8, 1, 3, 4)
         before = everything(model)
-        ATTACKS[name](**ATTACK_SETTINGS[name])(model, x, torch.arange(8) % 3, LINF)
+        attack = ATTACKS[name](**ATTACK_SETTINGS[name])
+        attack(model, x, torch.arange(8) % 3, ThreatModel(norm=attack.norms[0], eps=LINF.eps))
         assert everything(model) == before
 
     @pytest.mark.parametrize("mode", ["eval", "train"])

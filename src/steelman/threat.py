@@ -161,13 +161,17 @@ class ThreatModel:
         return self.project(drawn, x) if box else drawn
 
     def steepest(self, gradient: Tensor, x_adv: Tensor, length: float = 1.0) -> Tensor:
-        """The step of this length along which the loss grows fastest; in l1, among those that stay in the box.
+        """The step of this length along which the loss grows fastest; in l2 and l1 it is not spent on pixels at their
+        bounds.
 
-        Only l1 needs that clause: its step moves few pixels, and one at its bound would swallow it. So the length is
-        spent on the pixels in order of their gradient, each taking what its bound allows, until nothing is left.
+        In linf such a pixel costs nothing. In l1 the length goes to the pixels in order of their gradient, each taking
+        what its bound allows, until nothing is left.
         """
-        if self.norm != "l1":
+        if self.norm == "linf":
             return length * steepest(gradient, self.p)
+        if self.norm == "l2":
+            blocked = ((gradient > 0) & (x_adv >= self.high)) | ((gradient < 0) & (x_adv <= self.low))
+            return length * steepest(torch.where(blocked, 0, gradient), self.p)
         flat = gradient.flatten(1)
         room = torch.where(gradient > 0, self.high - x_adv, x_adv - self.low).flatten(1).clamp(0, length)
         order = flat.abs().argsort(dim=1, descending=True, stable=True)

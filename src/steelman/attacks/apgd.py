@@ -73,9 +73,9 @@ class APGD(Search):
     Deviations: the start is uniform in the ball, where the authors' code scales the draw to the sphere; nearly all of
     an image's ball lies next to its sphere, and so the start is PGD's own. The projection is exact in all norms. A loss
     is compared with that of the point which the step came from, as the paper has it, also just after a return to the
-    best point. In l1, pixels at their bound are not among the k, and k is rounded down: no step is spent on nothing,
-    and the support can shrink to one pixel. The scale-invariant cross-entropy of two classes, flat but for a jump,
-    gives way to the margin.
+    best point. In l1, AutoAttack begins with larger radii, and this does not; pixels at their bound are not among the
+    k, and k is rounded down: no step is spent on nothing, and the support can shrink to one pixel. The scale-invariant
+    cross-entropy of two classes, flat but for a jump, gives way to the margin.
 
     Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", Algorithm 1; Croce and Hein (2021), "Mind the box: l1-APGD for sparse adversarial attacks on image

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -73,7 +74,23 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def input_gradient(losses: Tensor, x_adv: Tensor, *, retain: bool = False) -> Tensor:
-    """Each sample's gradient of its loss. An undefined entry tells nothing and counts as zero; an infinite one stays
-    large, so that a model with a few broken derivatives is still attacked through the others."""
+    """Each sample's gradient of its loss. An undefined entry tells nothing and counts as zero; an infinite one counts
+    as the largest finite one, so that a model with a few broken derivatives is still attacked through the others."""
+    if not losses.requires_grad:
+        raise UserError("the model gives no gradient with respect to its input; a black-box attack needs none")
     (gradient,) = torch.autograd.grad(losses.sum(), x_adv, retain_graph=retain)
-    return torch.nan_to_num(gradient, nan=0.0, posinf=1e30, neginf=-1e30)
+    finite = gradient.isfinite()
+    if finite.all():
+        return gradient
+    largest = torch.where(finite, gradient.abs(), 0).flatten(1).amax(dim=1)
+    largest = torch.where(largest > 0, largest, 1).view(-1, *[1] * (gradient.dim() - 1))
+    return torch.where(gradient.isinf(), gradient.sign() * largest, gradient.nan_to_num(nan=0.0))
+
+
+def check_range(x: Tensor, threat: ThreatModel) -> None:
+    """Refuse pixels that are not finite or lie outside the threat's range."""
+    if not torch.isfinite(x).all():
+        raise UserError(f"expected finite pixels, got {int((~torch.isfinite(x)).sum())} NaN or infinite ones")
+    low, high = float(x.detach().min()), float(x.detach().max())
+    if low < threat.low or high > threat.high:
+        raise UserError(f"expected pixels in [{threat.low:g}, {threat.high:g}], got {low:g} .. {high:g}")

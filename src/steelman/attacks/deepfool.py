@@ -39,6 +39,7 @@ class DeepFool(Search):
     """
 
     minimum_norm: ClassVar[bool] = True
+    reduced: ClassVar[bool] = False
 
     steps: Count = 50
     candidates: Annotated[Count, Field(ge=2)] | None = 10

@@ -9,27 +9,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks.base import Mode, input_gradient, logits_of, untouched
+from steelman.attacks.base import Mode, check_range, input_gradient, logits_of, untouched
 from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel, norms
 
-Precision = Literal["full", "bfloat16", "float16"]
+Precision = Literal["full", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """What an attack found, a row a sample.
 
-    `x_adv` lies in the threat model; `success` says whether it is misclassified (or, with a target, classified as
-    that). A minimum-norm attack also gives `nearest`, its nearest adversarial point wherever that lies, and `distance`,
-    how far it is (infinity where it found none, and then `nearest` is the clean image). `forwards` and `backwards`
-    count the passes each sample took through the model.
+    `x_adv` lies in the threat model; `success` says whether the attack saw it misclassified (or, with a target,
+    classified as that). A minimum-norm attack also gives `nearest`, its nearest adversarial point wherever that lies,
+    and `distance`, how far it is (infinity where it found none, and then `nearest` is the clean image). `forwards` and
+    `backwards` count the passes each sample took through the model; those that set up the search, on a grey image, are
+    no sample's.
     """
 
     x_adv: Tensor
@@ -63,7 +64,7 @@ class Problem:
         self.model, self.x, self.y, self.threat = model, x.detach(), y, threat
         self.index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
         self.key, self.target, self.distances = key, target, distances
-        self.precision, self.memory_format = precision, torch.contiguous_format
+        self.precision, self.memory_format, self.checked = precision, torch.contiguous_format, False
         n, device = len(x), x.device
         self.forwards = torch.zeros(n, dtype=torch.int64, device=device)
         self.backwards = torch.zeros(n, dtype=torch.int64, device=device)
@@ -80,10 +81,15 @@ class Problem:
     def logits(self, points: Tensor, rows: Tensor) -> Tensor:
         """The model's logits at points of the samples `rows`, one forward each; a row may come several times."""
         self._count(self.forwards, rows)
+        points = points.contiguous(memory_format=self.memory_format)
         if self.precision == "full":
-            return logits_of(self.model, points.contiguous(memory_format=self.memory_format))
-        with torch.autocast(points.device.type, dtype=getattr(torch, self.precision)):
-            return logits_of(self.model, points.contiguous(memory_format=self.memory_format))
+            logits = logits_of(self.model, points)
+        else:
+            with torch.autocast(points.device.type, dtype=getattr(torch, self.precision)):
+                logits = logits_of(self.model, points)
+        if not self.checked:
+            self._check(logits, len(points))
+        return logits
 
     def gradient(self, losses: Tensor, points: Tensor, rows: Tensor, *, retain: bool = False) -> Tensor:
         """Each sample's gradient of its loss at its point, one backward each; with `retain`, more may follow."""
@@ -91,13 +97,19 @@ class Problem:
         return input_gradient(losses, points, retain=retain)
 
     def fooled(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
-        """Whether each point is what the attack looks for; after a search in reduced precision, full has to agree."""
+        """Whether each point is what the attack looks for; after a search in reduced precision, full has to agree.
+
+        Neither a point nor an answer that is not a number is ever a success.
+        """
         won = self._wanted(logits, rows)
-        if self.precision != "full" and won.any():
+        if won.any():
             at = won.nonzero()[:, 0]
-            self._count(self.forwards, rows[at])
-            with torch.no_grad():
-                won[at] = self._wanted(logits_of(self.model, points.detach()[at]), rows[at])
+            asked = points.detach()[at]
+            won[at] = asked.flatten(1).isfinite().all(dim=1)
+            if self.precision != "full":
+                self._count(self.forwards, rows[at])
+                with torch.no_grad():
+                    won[at] &= self._wanted(logits_of(self.model, asked), rows[at])
         return won
 
     def keep(self, points: Tensor, logits: Tensor, values: Tensor, rows: Tensor) -> Tensor:
@@ -115,12 +127,13 @@ class Problem:
         return self.success[rows]
 
     def keep_nearest(self, points: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
-        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial.
+        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial, and by more
+        than what sums differ by in another batch or layout.
 
         No row may come twice. The points lie in the box. Rows whose point lies in the threat model have fallen, unless
         the caller wants distances: then none leaves.
         """
-        won = self.fooled(logits, points, rows)
+        won = self.fooled(logits, points, rows) & self._clear(logits, rows)
         if self.nearest is None:
             self.nearest = self.x.clone()
         points = points.detach()
@@ -143,8 +156,31 @@ class Problem:
         return Found(x_adv, inside, self.forwards, self.backwards, self.nearest, self.distance)
 
     def _wanted(self, logits: Tensor, rows: Tensor) -> Tensor:
-        predicted = logits.detach().argmax(dim=1)
-        return predicted != self.y[rows] if self.target is None else predicted == self.target[rows]
+        logits = logits.detach()
+        predicted = logits.argmax(dim=1)
+        won = predicted != self.y[rows] if self.target is None else predicted == self.target[rows]
+        return won & ~logits.isnan().any(dim=1)
+
+    def _clear(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Whether the wanted class leads by more than rounding; the clean image needs no lead."""
+        logits = logits.detach()
+        label = (self.y if self.target is None else self.target)[rows][:, None]
+        lead = (logits.gather(1, label) - logits.scatter(1, label, float("-inf")).amax(dim=1, keepdim=True))[:, 0]
+        return lead.abs() > 16 * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+
+    def _check(self, logits: Tensor, count: int) -> None:
+        """Refuse, at the first answer, a model or labels that nothing can be said of."""
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != count:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(f"expected logits of shape ({count}, classes) for {count} images, got {shape}")
+        classes = logits.shape[1]
+        if classes < 2:
+            raise UserError(f"expected a model of at least two classes, got {classes}")
+        for name, labels in (("label", self.y), ("target", self.target)):
+            if labels is not None and bool(((labels < 0) | (labels >= classes)).any()):
+                wrong = labels[(labels < 0) | (labels >= classes)]
+                raise UserError(f"expected a {name} in 0 .. {classes - 1}, got {int(wrong[0])}")
+        self.checked = True
 
     def _count(self, counter: Tensor, rows: Tensor) -> None:
         counter.index_add_(0, rows, torch.ones_like(rows))
@@ -154,12 +190,14 @@ class Search:
     """What all attacks share: the call. A subclass is a settings class with its own ``search``.
 
     `norms` are those it knows; `minimum_norm` says that it looks for the nearest adversarial point rather than for any
-    within eps; `black_box` that it asks the model for logits only, never for a gradient.
+    within eps; `black_box` that it asks the model for logits only, never for a gradient; `reduced` that its search may
+    run in reduced precision, which is too coarse where a boundary or a small difference is what is looked for.
     """
 
     norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2", "l1")
     minimum_norm: ClassVar[bool] = False
     black_box: ClassVar[bool] = False
+    reduced: ClassVar[bool] = True
 
     def search(self, problem: Problem) -> None:
         """Look for adversarial points and hand them to the problem to keep."""
@@ -197,44 +235,109 @@ class Search:
         of its budget, where else it stops at the first point within eps; `precision`: what the search runs in. Every
         success is one in full precision.
         """
-        name = type(self).__name__
-        if threat.norm not in self.norms:
-            raise UserError(f"{name}: expected one of the norms {', '.join(self.norms)}, got {threat.norm}")
-        if distances and not self.minimum_norm:
-            raise UserError(f"{name} looks for any point within eps, and knows no distances")
+        self._check(x, y, threat, index, target, distances, precision)
         mode: Mode = getattr(self, "mode", "eval")
-        with untouched(model, mode), torch.enable_grad():
+        with (
+            torch.inference_mode(False),
+            torch.autocast(x.device.type, enabled=False),
+            untouched(model, mode),
+            torch.enable_grad(),
+        ):
+            x, y = (part.clone() if part.is_inference() else part for part in (x, y))
+            target = None if target is None else target.long().clone()
             problem = Problem(
-                model, x, y, threat, index=index, key=key, target=target, distances=distances, precision=precision
+                model,
+                x,
+                y.long(),
+                threat,
+                index=index,
+                key=key,
+                target=target,
+                distances=distances,
+                precision=precision,
             )
             if self.minimum_norm:
                 problem.nearest = problem.x.clone()
             if len(x) and (threat.eps > 0 or distances):
-                with _laid_out(problem):
+                with _laid_out(problem, self.black_box, mode):
                     self.search(problem)
+            elif len(x):  # no radius: only what is wrong already has fallen
+                self._look(problem)
         return problem.found()
+
+    def _look(self, problem: Problem) -> None:
+        rows = problem.alive()
+        with torch.no_grad():
+            logits = problem.logits(problem.x, rows)
+        if self.minimum_norm:
+            problem.keep_nearest(problem.x, logits, rows)
+        else:
+            problem.keep(problem.x, logits, torch.zeros_like(logits[:, 0]), rows)
+
+    def _check(
+        self,
+        x: Tensor,
+        y: Tensor,
+        threat: ThreatModel,
+        index: Tensor | None,
+        target: Tensor | None,
+        distances: bool,
+        precision: Precision,
+    ) -> None:
+        """Refuse what cannot be attacked, before anything is done."""
+        name = type(self).__name__
+        if not isinstance(threat, ThreatModel):
+            raise UserError(f"expected a ThreatModel, got {threat!r}")
+        if threat.norm not in self.norms:
+            raise UserError(f"{name}: expected one of the norms {', '.join(self.norms)}, got {threat.norm}")
+        if distances and not self.minimum_norm:
+            raise UserError(f"{name} looks for any point within eps, and knows no distances")
+        if precision not in get_args(Precision):
+            raise UserError(f"precision: expected one of {', '.join(get_args(Precision))}, got {precision!r}")
+        if precision != "full" and not self.reduced:
+            raise UserError(f"{name}: expected precision 'full', for it looks for small differences; got {precision!r}")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise UserError(f"expected images as a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
+        for what, labels in (("labels", y), ("targets", target), ("indices", index)):
+            if labels is None and what != "labels":
+                continue
+            if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (len(x),):
+                got = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else repr(labels)
+                raise UserError(f"expected {len(x)} {what} as a tensor of integers, got {got[:80]}")
+        if x.numel():
+            check_range(x, threat)
 
 
 @contextlib.contextmanager
-def _laid_out(problem: Problem) -> Iterator[None]:
+def _laid_out(problem: Problem, black_box: bool, mode: Mode) -> Iterator[None]:
     """Inside, images and convolutions are channels_last where the model can take them so: the same numbers, sooner."""
     x, model = problem.x, problem.model
     kernels = [parameter for parameter in model.parameters() if parameter.dim() == 4]
-    if x.dim() != 4 or not kernels:
+    if x.dim() != 4 or not kernels or mode == "train":
         yield
         return
     kept = [kernel.data for kernel in kernels]
-    try:
-        with torch.no_grad():
-            expected = logits_of(model, x[:1])
+    # Two images, for a batch of one hides a layout; grey ones, for a sample's queries are its own.
+    grey = torch.full_like(x[:1], (problem.threat.low + problem.threat.high) / 2).repeat(2, 1, 1, 1)
+
+    def answer(images: Tensor) -> Tensor:
+        images.requires_grad_(not black_box)
+        with torch.set_grad_enabled(not black_box):
+            logits = logits_of(model, images)
+        return logits.detach() if black_box else torch.cat((logits.detach().flatten(), _slopes(logits, images)))
+
+    def lay_out() -> bool:
+        try:
+            expected = answer(grey.clone())
             for kernel in kernels:
                 kernel.data = _channels_last(kernel.data)
-            try:
-                got = logits_of(model, x[:1].contiguous(memory_format=torch.channels_last))
-                agreed = bool(torch.allclose(got, expected, rtol=1e-3, atol=1e-4))
-            except RuntimeError:  # a model that views its features as rows takes the one layout only
-                agreed = False
-        if agreed:
+            got = answer(grey.contiguous(memory_format=torch.channels_last))
+            return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-4)
+        except Exception:  # whatever a model has against it, it is attacked as it is
+            return False
+
+    try:
+        if lay_out():
             problem.memory_format = torch.channels_last
         else:
             for kernel, data in zip(kernels, kept, strict=True):
@@ -243,6 +346,11 @@ def _laid_out(problem: Problem) -> Iterator[None]:
     finally:
         for kernel, data in zip(kernels, kept, strict=True):
             kernel.data = data
+
+
+def _slopes(logits: Tensor, images: Tensor) -> Tensor:
+    (slopes,) = torch.autograd.grad(logits.sum(), images)
+    return slopes.flatten()
 
 
 def _channels_last(kernel: Tensor) -> Tensor:

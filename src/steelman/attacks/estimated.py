@@ -83,6 +83,7 @@ class Estimated(Search):
     start: Literal["zero", "uniform"] = "zero"
 
     black_box: ClassVar[bool] = True
+    reduced: ClassVar[bool] = False
 
     @torch.no_grad()
     def search(self, problem: Problem) -> None:
@@ -116,7 +117,9 @@ class Estimated(Search):
             both = torch.stack((points[:, None] + self.sigma * u, points[:, None] - self.sigma * u), dim=2)
             asked = rows.repeat_interleave(2 * count)
             losses = climbed(problem, problem.logits(both.flatten(0, 2), asked), asked).view(len(rows), count, 2)
-            slopes = (losses[..., 0] - losses[..., 1]).to(u.dtype) / (2 * self.sigma * self.pairs)
+            # A pair may leave the box, where a model need not have an answer: such a pair tells nothing.
+            slopes = (losses[..., 0] - losses[..., 1]).to(u.dtype).nan_to_num(0.0, 0.0, 0.0)
+            slopes = slopes / (2 * self.sigma * self.pairs)
             slopes = slopes.view(len(rows), count, *[1] * (points.dim() - 1))
             for pair in range(count):
                 total.addcmul_(u[:, pair], slopes[:, pair])

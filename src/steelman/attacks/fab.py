@@ -43,6 +43,7 @@ class FAB(Search):
     """
 
     minimum_norm: ClassVar[bool] = True
+    reduced: ClassVar[bool] = False
 
     steps: Count = 100
     restarts: Count = 1

@@ -78,7 +78,8 @@ class _Rays:
         self.radius = x.new_full((n,), width)  # from here on, every ray ends in a corner of the box
         self.found = torch.zeros(n, dtype=torch.bool, device=x.device)
         self.lower, self.upper, self.bisecting = torch.zeros_like(self.radius), self.radius.clone(), self.found.clone()
-        self.size, self.first = torch.full_like(rows, self.pixels), torch.zeros_like(rows)
+        # The first block is empty: the ray of ones is asked about too.
+        self.size, self.first = torch.zeros_like(rows), torch.zeros_like(rows)
         self.blocks, self.idle = torch.ones_like(rows), torch.zeros_like(rows)
 
     def points(self) -> Tensor:
@@ -92,9 +93,10 @@ class _Rays:
     def learn(self, won: Tensor, narrow: float) -> None:
         """Go on from the answers: narrow the bisections, begin those of good flips, and end the others."""
         halving, middle = self.bisecting, (self.lower + self.upper) / 2
+        spent = (middle <= self.lower) | (middle >= self.upper)  # no number is left between the two
         self.upper = torch.where(halving, torch.where(won, middle, self.upper), self.radius)
         self.lower = torch.where(halving & ~won, middle, self.lower)
-        done = halving & (self.upper - self.lower <= narrow)
+        done = halving & ((self.upper - self.lower <= narrow) | spent)
         gained = done & ((self.upper < self.radius) | ~self.found)
         at = gained.nonzero()[:, 0]
         if len(at):
@@ -113,7 +115,7 @@ class _Rays:
         over = ended & (first >= self.pixels)
         self.first = torch.where(over, 0, torch.where(ended, first, self.first))
         self.blocks = torch.where(over & (self.size > 1), 2 * self.blocks, self.blocks)
-        self.size = (self.pixels + self.blocks - 1) // self.blocks
+        self.size = torch.where(ended, (self.pixels + self.blocks - 1) // self.blocks, self.size)
 
     def keep(self, stay: Tensor) -> None:
         """Forget the samples that leave."""

@@ -58,6 +58,7 @@ class ZOO(Search):
 
     norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2")
     black_box: ClassVar[bool] = True
+    reduced: ClassVar[bool] = False
 
     def eta(self, threat: ThreatModel, pixels: int) -> float:
         """The step size in use."""
@@ -93,7 +94,11 @@ class ZOO(Search):
                 m = BETA1 * mean.gather(1, places) + (1 - BETA1) * slopes
                 v = BETA2 * square.gather(1, places) + (1 - BETA2) * slopes.square()
                 mean, square = mean.scatter_(1, places, m), square.scatter_(1, places, v)
-                step = eta * (m / (1 - BETA1**visit)) / ((v / (1 - BETA2**visit)).sqrt() + TINY)
+                step = (
+                    eta
+                    * (m / (1 - BETA1**visit))
+                    / ((v / (1 - BETA2**visit)).sqrt() + max(TINY, torch.finfo(m.dtype).tiny))
+                )
                 moved = x_adv.flatten(1).scatter_add(1, places, step).view_as(x_adv)
                 x_adv = problem.threat.project(moved, problem.x[rows])
 
@@ -121,7 +126,9 @@ class ZOO(Search):
             best = torch.where(better.view(-1, *[1] * (x.dim() - 1)), points[top], best)
             best_logits = logits[top] if best_logits is None else torch.where(better[:, None], logits[top], best_logits)
         assert best_logits is not None
-        return torch.cat(found, dim=1).to(x.dtype), problem.keep(best, best_logits, value, rows)
+        return torch.cat(found, dim=1).to(x.dtype).nan_to_num(0.0, 0.0, 0.0), problem.keep(
+            best, best_logits, value, rows
+        )
 
 
 def _ask(problem: Problem, points: Tensor, rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks.base import logits_of, untouched
+from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import Source
 from steelman.errors import UserError
 from steelman.threat import ThreatModel
@@ -37,7 +37,7 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
             logits = model(x)
     except UserError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"the model cannot take images of shape {tuple(x.shape[1:])}: {reason}") from None
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
@@ -54,12 +54,3 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
             f"(the model has {classes} classes)"
         )
     return classes
-
-
-def check_range(x: Tensor, threat: ThreatModel) -> None:
-    """Refuse pixels that are not finite or lie outside the threat's range."""
-    if not torch.isfinite(x).all():
-        raise UserError(f"expected finite pixels, got {int((~torch.isfinite(x)).sum())} NaN or infinite ones")
-    low, high = float(x.min()), float(x.max())
-    if low < threat.low or high > threat.high:
-        raise UserError(f"expected pixels in [{threat.low:g}, {threat.high:g}], got {low:g} .. {high:g}")

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import steelman
 from steelman.attacks import PGD, Attack
+from steelman.attacks.base import check_range
 from steelman.data.source import ArraySource, Source, batches, stream
 from steelman.errors import UserError
-from steelman.evaluation.checks import check_contract, check_range, predictions
+from steelman.evaluation.checks import check_contract, predictions
 from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score
 from steelman.rng import Key
 from steelman.threat import ThreatModel

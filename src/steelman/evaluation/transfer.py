@@ -18,10 +18,11 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from steelman.attacks import PGD, Attack
+from steelman.attacks.base import check_range
 from steelman.attacks.engine import Search
 from steelman.data.source import ArraySource, Source, batches, stream
 from steelman.errors import UserError, unknown
-from steelman.evaluation.checks import check_contract, check_range, predictions
+from steelman.evaluation.checks import check_contract, predictions
 from steelman.evaluation.harness import _shown, describe, versions
 from steelman.evaluation.result import Score, interval
 from steelman.files import write_atomic
