@@ -1,6 +1,6 @@
 """Every attack beside its peers: the same images, model and settings, one run; robust accuracy and wall time.
 
-    python benchmarks/attacks.py            # both models, 1,000 images
+    python benchmarks/attacks.py            # both models, 1,000 images; interrupted, it goes on at the next row
     python benchmarks/attacks.py --quick    # 20 images, a few steps: does it work?
 
 The peers (torchattacks, foolbox, ART) are taken where they can be imported. The MNIST model is the one published with
@@ -216,20 +216,20 @@ def rows(eps: dict[str, float], quick: bool) -> list[Row]:
             {"torchattacks": torchattacks("FAB", eps=e, steps=n(5), n_classes=10, multi_targeted=True)},
         ),
         Row(
-            "DeepFool-25",
+            "DeepFool-10",
             "linf",
             "deepfool",
-            {"steps": n(25)},
-            {"foolbox": foolbox("LinfDeepFoolAttack", e, steps=n(25))},
+            {"steps": n(10)},
+            {"foolbox": foolbox("LinfDeepFoolAttack", e, steps=n(10))},
         ),
         Row(
-            "DeepFool-25 l2",
+            "DeepFool-10 l2",
             "l2",
             "deepfool",
-            {"steps": n(25)},
+            {"steps": n(10)},
             {
-                "foolbox": foolbox("L2DeepFoolAttack", two, steps=n(25)),
-                "torchattacks": torchattacks("DeepFool", steps=n(25)),
+                "foolbox": foolbox("L2DeepFoolAttack", two, steps=n(10)),
+                "torchattacks": torchattacks("DeepFool", steps=n(10)),
             },
         ),
         Row(
@@ -515,14 +515,17 @@ def main() -> None:
             if which == "mnist"
             else cifar(options.work, samples, standard=False, quick=options.quick)
         )
+        # A row is compared in one go; rows that an earlier call finished are taken from it.
+        kept = options.work / f"{which}-{samples}.json"
+        done = {record["attack"]: record for record in json.loads(kept.read_text())} if kept.exists() else {}
         records = []
         for row in rows(case.eps, options.quick):
             if options.only and row.label not in options.only:
                 continue
-            record = compare(case, row, options.batch_size, peers)
+            record = done.get(row.label) or compare(case, row, options.batch_size, peers)
             print(json.dumps(record), flush=True)
             records.append(record)
-            (options.work / f"{which}.json").write_text(json.dumps(records, indent=1))
+            kept.write_text(json.dumps(records, indent=1))
         lines += table(case.label, case, records)
     lines += [
         f"Versions: {', '.join(f'{name} {value}' for name, value in {**versions(), **found}.items())}.",

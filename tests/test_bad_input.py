@@ -99,7 +99,7 @@ def own(finished: Path, tmp_path: Path) -> Path:
 
 TRAINING: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown key": (("training.epoch=3",), "training.epoch: unknown key"),
-    "misspelt attack": (("objective.attack.name=pdg",), "unknown attack 'pdg' (did you mean 'pgd'?)"),
+    "misspelt attack": (("objective.attack.name=pdg",), "unknown training attack 'pdg' (did you mean 'pgd'?)"),
     "misspelt option": (("objective.attack.step=3",), "(did you mean 'steps'?)"),
     "negative eps": (("threat.eps=-1",), "threat.eps: input should be greater than or equal to 0, got -1"),
     "zero eps": (("threat.eps=0",), "threat.eps: expected a radius above 0"),

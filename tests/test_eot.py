@@ -222,6 +222,8 @@ class TestSettings:
         ("options", "message"),
         [
             ({"attack": "pdg"}, "unknown attack 'pdg' (did you mean 'pgd'?); choices: "),
+            ({"attack": "fn"}, "FNAttack reads the features of one forward"),
+            ({"attack": "feature"}, "FeatureAttack reads the features of one forward"),
             ({"attack": 3}, "expected an attack, its name or a mapping with a name and options, got int; choices: "),
             ({"attack": None}, "got NoneType; choices: "),
             ({"attack": {"steps": 3}}, "which attack? choices: "),

@@ -14,6 +14,9 @@ from scipy.stats import beta
 from torch import Tensor, nn
 
 from steelman.attacks import PGD
+from steelman.attacks.eot import EOT
+from steelman.attacks.rays import RayS
+from steelman.attacks.square import Square
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
 from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, evaluate, interval
@@ -390,6 +393,23 @@ def test_settings_of_any_attack_can_be_written(tmp_path: Path) -> None:
     assert json.dumps(describe(attack))
     assert describe(DoNothing()) == {"attack": "DoNothing"}
     assert describe(PGD(steps=3))["step_size"] is None
+    around = describe(EOT(attack=PGD(steps=3), draws=2))
+    assert around == {"attack": "EOT", "inner": describe(PGD(steps=3)), "draws": 2, "average": "logits"}
+    assert describe(RayS(queries=7)) == {"attack": "RayS", "queries": 7, "tolerance": 1e-3}
+
+
+def test_a_model_without_gradients_is_evaluated_by_black_box_attacks() -> None:
+    class Detached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach().flatten(1)[:, :3]
+
+    x = torch.rand(8, 1, 2, 2)
+    data = (x, Detached()(x).argmax(dim=1))
+    found = evaluate(Detached(), data, ThreatModel(eps=0.5), {"squares": Square(queries=50)})
+    assert found.score("squares").correct < 8
+    assert found.curve == ()
+    with pytest.raises(UserError, match="gives no gradient with respect to its input"):
+        evaluate(Detached(), data, ThreatModel(eps=0.5))
 
 
 def test_an_evaluation_that_is_missing_or_damaged(tmp_path: Path) -> None:

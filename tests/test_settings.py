@@ -89,7 +89,7 @@ def test_all_mistakes_are_listed_with_their_paths() -> None:
         (
             {"attack": {"name": "pgd", "start": "zer"}},
             "inner.attack.start",
-            "or 'zero', got 'zer'",
+            "got 'zer'",
         ),
         ({"attack": 5}, "inner.attack", "got 5"),
         ({"lr": "linaer"}, "inner.lr", "unknown schedule 'linaer' (did you mean 'linear'?); choices: "),

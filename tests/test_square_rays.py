@@ -226,7 +226,7 @@ def naive_rays(model: nn.Module, x: Tensor, y: int, queries: int) -> tuple[float
         point = (x.flatten() + radius * sign).clamp(0, 1)
         with torch.no_grad():
             z = model(point.reshape(x.shape)[None])[0].tolist()
-            wrong = max(v for k, v in enumerate(z) if k != y) > z[y]  # a tie is no success
+            wrong = bool(max(v for k, v in enumerate(z) if k != y) > z[y])  # a tie is no success
         if wrong:
             nearest = min(nearest, float((point - x.flatten()).abs().max()))
         return wrong

@@ -231,11 +231,20 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     if kind is Kind.losses:
         _print_table(("loss", "what it is"), [(name, summary_of(entry)) for name, entry in entries])
         return
-    hidden = {"input_shape", "features", "num_classes"}
+    hidden = {"input_shape", "features", "num_classes", "guides"}
     _print_table(
         (kind.value.removesuffix("s"), "what it is", "options"),
-        [(name, summary_of(entry), _options(entry, hidden)) for name, entry in entries],
+        [
+            (name, summary_of(entry) + (_kind_of(entry()) if kind is Kind.attacks else ""), _options(entry, hidden))
+            for name, entry in entries
+        ],
     )
+
+
+def _kind_of(attack: Any) -> str:
+    """What an attack needs and what it is for, in brackets."""
+    words = [*(["black box"] if attack.black_box else []), *(["minimum norm"] if attack.minimum_norm else [])]
+    return f" ({'; '.join([*words, ', '.join(attack.norms)])})"
 
 
 def _options(entry: Any, hidden: set[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
-from steelman.attacks import ATTACKS, Attack
+from steelman.attacks import ATTACKS, Attack, Search
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
@@ -216,6 +216,8 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
         raise UserError(f"{origin}:\n  threat.eps: expected a radius above 0, got {eps}")
     if recipe.training.eps is not None and (last := value_at(recipe.training.eps, 1.0)) > eps * (1 + 1e-9):
         raise UserError(f"{origin}:\n  training.eps: expected to end at or below threat.eps, {eps:g}, got {last:g}")
+    if strange := _other_norms(recipe):
+        raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in strange))
     clashes = objections(
         recipe.objective,
         compiled=recipe.compute.compile,
@@ -240,6 +242,19 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
             f"{devices * recipe.compute.nodes}, got {recipe.training.batch_size}"
         )
     return recipe
+
+
+def _other_norms(recipe: Recipe) -> list[str]:
+    """What to say of attacks that do not know the recipe's norm: before a run, not at its end."""
+    attacks: dict[str, Any] = {f"evaluation.attacks.{label}": a for label, a in recipe.evaluation.attacks.items()}
+    attacks["validation.attack"] = recipe.validation.attack
+    attacks["objective.attack"] = getattr(recipe.objective, "attack", None)
+    norm = recipe.threat.norm
+    return [
+        f"{key}: {type(attack).__name__} knows the norms {', '.join(attack.norms)}, and threat.norm is {norm}"
+        for key, attack in attacks.items()
+        if isinstance(attack, Search) and norm not in attack.norms
+    ]
 
 
 def _single_headed(recipe: Recipe) -> list[str]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, logits_of
 from steelman.attacks.engine import Found, Problem, Search
+from steelman.attacks.feature import FeatureAttack
+from steelman.attacks.fn import FNAttack
 from steelman.attacks.pgd import PGD
 from steelman.errors import UserError
 from steelman.rng import Key
@@ -97,6 +99,11 @@ class EOT(Search):
             raise UserError(
                 f"eot inside eot averages twice: give the inner attack itself, and {self.draws * self.attack.draws} "
                 "draws for as many"
+            )
+        if isinstance(self.attack, (FeatureAttack, FNAttack)):
+            raise UserError(
+                f"eot averages answers, and {type(self.attack).__name__} reads the features of one forward: expected "
+                "another attack"
             )
         return self
 

@@ -122,6 +122,8 @@ def evaluate(
                 examples.append(shown.example(row, int(index[row]), int(y[row]), x[row], int(clean[row])))
             advance(len(x))
     tallies["worst case"].seconds = sum(tallies[label].seconds for label in attacks)
+    blind = all(getattr(attack, "black_box", False) for attack in attacks.values())
+    curve = curve and not blind  # the curve is PGD's, and whoever asks for black-box attacks alone may have no gradient
     first = min(total, CURVE_SAMPLES) if curve else 0
     images = stream(source, batches(first, batch_size, None), None, workers)
     points = _curve(model, images, threat, first, key, device) if curve else ()
@@ -209,10 +211,17 @@ def _curve(
 
 
 def describe(attack: Attack) -> dict[str, Any]:
-    """An attack's settings as plain values."""
-    values = {field: getattr(attack, field) for field in getattr(attack, "__dataclass_fields__", {})}
-    plain = {k: v if v is None or isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
-    return {"attack": type(attack).__name__, **plain}
+    """An attack's settings as plain values; those of an attack that it is put around are under `inner`."""
+    described: dict[str, Any] = {"attack": type(attack).__name__}
+    fields: Any = dataclasses.fields(attack) if dataclasses.is_dataclass(attack) else ()
+    for field in fields:
+        value = getattr(attack, field.name)
+        if isinstance(value, Attack):
+            described["inner"] = describe(value)
+        elif field.repr:
+            plain = value is None or isinstance(value, (bool, int, float, str))
+            described[field.name] = value if plain else str(value)
+    return described
 
 
 def versions() -> dict[str, str]:

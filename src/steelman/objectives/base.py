@@ -19,7 +19,7 @@ from steelman.errors import UserError
 from steelman.heads import with_margin
 from steelman.models.norms import Branch, routed
 from steelman.rng import Key
-from steelman.settings import named
+from steelman.settings import named, options_of
 from steelman.threat import ThreatModel
 
 
@@ -27,9 +27,11 @@ def inner(**defaults: Any) -> BeforeValidator:
     """The validator of an objective's attack: attacks by name, with the defaults that the method gives them.
 
     Inside an objective an attack returns its last point, unless the recipe says otherwise: a search that stops at its
-    first success would train on the weakest adversary that works.
+    first success would train on the weakest adversary that works. So the choices are those that can.
     """
-    return named("attack", {name: partial(entry, **{"keep": "last", **defaults}) for name, entry in ATTACKS.items()})
+    given = {"keep": "last", **defaults}
+    able = {name: partial(entry, **given) for name, entry in ATTACKS.items() if "keep" in options_of(entry)}
+    return named("training attack", able)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
