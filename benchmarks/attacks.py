@@ -443,7 +443,7 @@ MNIST, CIFAR = {"linf": 0.3, "l2": 1.5}, {"linf": 8 / 255, "l2": 0.5}
 def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
     """A narrow PreActResNet-18, trained here: the small PGD-AT recipe, narrower and shortened, or no adversary."""
     folder = work / (f"cifar10-{'standard' if standard else 'robust'}" + ("-quick" if quick else ""))
-    if not (folder / "evaluation.json").exists():
+    if not (folder / "evaluation" / "evaluation.json").exists():
         changes = [
             f"training.epochs={1 if quick else 3 if standard else 5}",
             f"evaluation.samples={50 if quick else 500}",
