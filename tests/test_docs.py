@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from steelman.attacks import ATTACKS
-from steelman.attacks.engine import Search
+from steelman.attacks.engine import Problem, Search
 from steelman.objectives import OBJECTIVES
 from steelman.threat import Norm
 
@@ -90,6 +90,8 @@ class Nearest(Search):
     black_box: ClassVar[bool] = True
 
     def __init__(self, *, steps: int = 3, size: float = 1.0) -> None: ...
+
+    def search(self, problem: Problem) -> None: ...
 
 
 def test_a_row_of_the_table_of_attacks() -> None:

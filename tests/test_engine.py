@@ -296,6 +296,9 @@ class TestRefusals:
     class Only(Search):
         norms = ("l2",)
 
+        def search(self, problem: Problem) -> None:
+            raise AssertionError("refused before it is asked")
+
     def test_a_norm_it_does_not_know(self) -> None:
         model, x, y = a_conv()
         with pytest.raises(UserError, match="Only: expected one of the norms l2, got linf"):

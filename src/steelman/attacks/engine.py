@@ -6,15 +6,15 @@ answer are here, once. An attack never decides that it has succeeded otherwise t
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, check_range, input_gradient, logits_of, untouched
+from steelman.attacks.layout import laid_out
 from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel, norms
@@ -186,7 +186,7 @@ class Problem:
         counter.index_add_(0, rows, torch.ones_like(rows))
 
 
-class Search:
+class Search(abc.ABC):
     """What all attacks share: the call. A subclass is a settings class with its own ``search``.
 
     `norms` are those it knows; `minimum_norm` says that it looks for the nearest adversarial point rather than for any
@@ -199,9 +199,9 @@ class Search:
     black_box: ClassVar[bool] = False
     reduced: ClassVar[bool] = True
 
+    @abc.abstractmethod
     def search(self, problem: Problem) -> None:
         """Look for adversarial points and hand them to the problem to keep."""
-        raise NotImplementedError
 
     def __call__(
         self,
@@ -259,7 +259,7 @@ class Search:
             if self.minimum_norm:
                 problem.nearest = problem.x.clone()
             if len(x) and (threat.eps > 0 or distances):
-                with _laid_out(problem, self.black_box, mode):
+                with laid_out(model, problem.x, threat, mode, backward=not self.black_box) as problem.memory_format:
                     self.search(problem)
             elif len(x):  # no radius: only what is wrong already has fallen
                 self._look(problem)
@@ -306,55 +306,3 @@ class Search:
                 raise UserError(f"expected {len(x)} {what} as a tensor of integers, got {got[:80]}")
         if x.numel():
             check_range(x, threat)
-
-
-@contextlib.contextmanager
-def _laid_out(problem: Problem, black_box: bool, mode: Mode) -> Iterator[None]:
-    """Inside, images and convolutions are channels_last where the model can take them so: the same numbers, sooner."""
-    x, model = problem.x, problem.model
-    kernels = [parameter for parameter in model.parameters() if parameter.dim() == 4]
-    if x.dim() != 4 or not kernels or mode == "train":
-        yield
-        return
-    kept = [kernel.data for kernel in kernels]
-    # Two images, for a batch of one hides a layout; grey ones, for a sample's queries are its own.
-    grey = torch.full_like(x[:1], (problem.threat.low + problem.threat.high) / 2).repeat(2, 1, 1, 1)
-
-    def answer(images: Tensor) -> Tensor:
-        images.requires_grad_(not black_box)
-        with torch.set_grad_enabled(not black_box):
-            logits = logits_of(model, images)
-        return logits.detach() if black_box else torch.cat((logits.detach().flatten(), _slopes(logits, images)))
-
-    def lay_out() -> bool:
-        try:
-            expected = answer(grey.clone())
-            for kernel in kernels:
-                kernel.data = _channels_last(kernel.data)
-            got = answer(grey.contiguous(memory_format=torch.channels_last))
-            return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-4)
-        except Exception:  # whatever a model has against it, it is attacked as it is
-            return False
-
-    try:
-        if lay_out():
-            problem.memory_format = torch.channels_last
-        else:
-            for kernel, data in zip(kernels, kept, strict=True):
-                kernel.data = data
-        yield
-    finally:
-        for kernel, data in zip(kernels, kept, strict=True):
-            kernel.data = data
-
-
-def _slopes(logits: Tensor, images: Tensor) -> Tensor:
-    (slopes,) = torch.autograd.grad(logits.sum(), images)
-    return slopes.flatten()
-
-
-def _channels_last(kernel: Tensor) -> Tensor:
-    """The kernel laid out channels_last, also where one channel leaves the layout open: strides are what counts."""
-    _, channels, height, width = kernel.shape
-    strides = (height * width * channels, 1, width * channels, channels)
-    return torch.empty_strided(kernel.shape, strides, dtype=kernel.dtype, device=kernel.device).copy_(kernel)

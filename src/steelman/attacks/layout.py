@@ -1,0 +1,70 @@
+"""The memory layout of a search: channels_last where a model can take it, the same numbers sooner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from steelman.attacks.base import Mode, logits_of
+from steelman.threat import ThreatModel
+
+
+@contextlib.contextmanager
+def laid_out(
+    model: nn.Module, x: Tensor, threat: ThreatModel, mode: Mode, *, backward: bool
+) -> Iterator[torch.memory_format]:
+    """Inside, the model's convolutions have the layout that is given, and its images should; afterwards, their own.
+
+    Arguments: `backward` says that gradients will be asked for, so that they are tried too.
+    """
+    kernels = [parameter for parameter in model.parameters() if parameter.dim() == 4]
+    if x.dim() != 4 or not kernels or mode == "train":
+        yield torch.contiguous_format
+        return
+    kept = [kernel.data for kernel in kernels]
+    # Two images, for a batch of one hides a layout; grey ones, for a sample's queries are its own.
+    grey = torch.full_like(x[:1], (threat.low + threat.high) / 2).repeat(2, 1, 1, 1)
+
+    def agrees() -> bool:
+        try:
+            expected = _answer(model, grey.clone(), backward)
+            for kernel in kernels:
+                kernel.data = _channels_last(kernel.data)
+            got = _answer(model, grey.contiguous(memory_format=torch.channels_last), backward)
+            return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-4)
+        except Exception:  # whatever a model has against it, it is attacked as it is
+            return False
+
+    def restore() -> None:
+        for kernel, data in zip(kernels, kept, strict=True):
+            kernel.data = data
+
+    try:
+        if agrees():
+            yield torch.channels_last
+        else:
+            restore()
+            yield torch.contiguous_format
+    finally:
+        restore()
+
+
+def _answer(model: nn.Module, images: Tensor, backward: bool) -> Tensor:
+    """Logits, and with `backward` the gradients of their sum too, as one vector."""
+    images.requires_grad_(backward)
+    with torch.set_grad_enabled(backward):
+        logits = logits_of(model, images)
+    if not backward:
+        return logits.detach().flatten()
+    (slopes,) = torch.autograd.grad(logits.sum(), images)
+    return torch.cat((logits.detach().flatten(), slopes.flatten()))
+
+
+def _channels_last(kernel: Tensor) -> Tensor:
+    """The kernel laid out channels_last, also where one channel leaves the layout open: strides are what counts."""
+    _, channels, height, width = kernel.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    return torch.empty_strided(kernel.shape, strides, dtype=kernel.dtype, device=kernel.device).copy_(kernel)
