@@ -61,19 +61,22 @@ def steepest(u: Tensor, p: float) -> Tensor:
 
 
 def _shrink_l2(a: Tensor, room: Tensor, eps: float) -> Tensor:
-    """Magnitudes min(s a, room) with the scale s that puts them on the l2 sphere; exact, by sorting where each
-    coordinate meets its bound."""
-    ratio = torch.where(a > 0, room / a.clamp_min(torch.finfo(a.dtype).tiny), torch.full_like(a, math.inf))
-    ratio, order = ratio.sort(dim=1)
-    a_sorted, room_sorted = a.gather(1, order), room.gather(1, order)
-    bounded = (room_sorted**2).where(a_sorted > 0, torch.zeros_like(a)).cumsum(dim=1)
-    free = (a_sorted**2).flip(1).cumsum(dim=1).flip(1) - a_sorted**2  # the coordinates after this one
-    reached = bounded + torch.where(free > 0, ratio.clamp_max(1e150) ** 2 * free, torch.zeros_like(a))
-    count = (reached <= eps**2).sum(dim=1, keepdim=True)
-    padded_bounded = torch.nn.functional.pad(bounded, (1, 0)).gather(1, count)
-    total_free = torch.nn.functional.pad((a_sorted**2).flip(1).cumsum(dim=1).flip(1), (0, 1)).gather(1, count)
-    scale = ((eps**2 - padded_bounded).clamp_min(0) / total_free.clamp_min(torch.finfo(a.dtype).tiny)).sqrt()
-    return torch.minimum(scale * a, room)
+    """Magnitudes min(s a, room) with the scale s that puts them on the l2 sphere.
+
+    Newton's iteration from below: with the coordinates that have met their bounds held there, s is a square root; it
+    rises, more may meet theirs, and when none does s is exact. A few rounds, where sorting the bounds takes longer.
+    """
+    a = a / a.amax(dim=1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+    squares, bounds = a.square(), room.square()
+    scale = eps / squares.sum(dim=1, keepdim=True).sqrt().clamp_min(torch.finfo(a.dtype).tiny)
+    while True:
+        met = scale * a >= room
+        held = torch.where(met, bounds, 0.0).sum(dim=1, keepdim=True)
+        free = torch.where(met, 0.0, squares).sum(dim=1, keepdim=True)
+        risen = ((eps**2 - held).clamp_min(0) / free.clamp_min(torch.finfo(a.dtype).tiny)).sqrt()
+        if not (risen > scale).any():
+            return torch.minimum(scale * a, room)
+        scale = torch.maximum(risen, scale)
 
 
 def _shrink_l1(a: Tensor, room: Tensor, eps: float) -> Tensor:

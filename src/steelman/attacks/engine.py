@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import threading
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, check_range, input_gradient, logits_of, untouched
 from steelman.attacks.layout import laid_out
+from steelman.attacks.parallel import StoppedError, search_in_parts
 from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel, norms
@@ -65,6 +67,7 @@ class Problem:
         self.index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
         self.key, self.target, self.distances = key, target, distances
         self.precision, self.memory_format, self.checked = precision, torch.contiguous_format, False
+        self.stop: threading.Event | None = None
         n, device = len(x), x.device
         self.forwards = torch.zeros(n, dtype=torch.int64, device=device)
         self.backwards = torch.zeros(n, dtype=torch.int64, device=device)
@@ -74,12 +77,38 @@ class Problem:
         self.nearest: Tensor | None = None
         self.distance = torch.full((n,), float("inf"), dtype=torch.float64, device=device)
 
+    def part(self, rows: Tensor, model: nn.Module, stop: threading.Event) -> Problem:
+        """The problem of the samples `rows` alone, for one thread, with its own copy of the model."""
+        part = Problem(
+            model,
+            self.x[rows],
+            self.y[rows],
+            self.threat,
+            index=self.index[rows],
+            key=self.key,
+            target=None if self.target is None else self.target[rows],
+            distances=self.distances,
+            precision=self.precision,
+        )
+        part.memory_format, part.stop = self.memory_format, stop
+        part.nearest = None if self.nearest is None else self.nearest[rows]
+        return part
+
+    def take(self, part: Problem, rows: Tensor) -> None:
+        """Take over what a part found for its samples, which are `rows` here."""
+        for name in ("forwards", "backwards", "best", "value", "success", "distance"):
+            getattr(self, name)[rows] = getattr(part, name)
+        if self.nearest is not None and part.nearest is not None:
+            self.nearest[rows] = part.nearest
+
     def alive(self) -> Tensor:
         """The rows still to be attacked."""
         return (~self.success & (self.distance > 0)).nonzero()[:, 0]
 
     def logits(self, points: Tensor, rows: Tensor) -> Tensor:
         """The model's logits at points of the samples `rows`, one forward each; a row may come several times."""
+        if self.stop is not None and self.stop.is_set():
+            raise StoppedError
         self._count(self.forwards, rows)
         points = points.contiguous(memory_format=self.memory_format)
         if self.precision == "full":
@@ -260,7 +289,10 @@ class Search(abc.ABC):
                 problem.nearest = problem.x.clone()
             if len(x) and (threat.eps > 0 or distances):
                 with laid_out(model, problem.x, threat, mode, backward=not self.black_box) as problem.memory_format:
-                    self.search(problem)
+                    if mode == "eval":
+                        search_in_parts(self.search, problem)
+                    else:
+                        self.search(problem)
             elif len(x):  # no radius: only what is wrong already has fallen
                 self._look(problem)
         return problem.found()

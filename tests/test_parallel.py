@@ -1,0 +1,150 @@
+"""A search in parts on several threads: the same answers, and nothing that a thread could disturb."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelman.attacks import ATTACKS, PGD
+from steelman.attacks.parallel import LEAST
+from steelman.threat import ThreatModel
+from tests.oracles import rand
+from tests.settings import ATTACK_SETTINGS
+
+N = 2 * LEAST + 5
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Watched(nn.Module):
+    """A small network in float64 that notes which threads ask it, and keeps its features in itself."""
+
+    def __init__(self, random: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution, self.linear = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4 * 16, 3)
+        self.random, self.kept = random, torch.empty(0)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.convolution(x)).flatten(1)
+        SEEN.add(threading.get_ident())
+        if self.random:
+            torch.rand(1)
+        logits: Tensor = self.linear(self.kept)
+        return logits
+
+
+SEEN: set[int] = set()
+
+
+def a_batch() -> tuple[Watched, Tensor, Tensor]:
+    SEEN.clear()
+    model, x = Watched().eval(), rand(N, 1, 4, 4)
+    with torch.no_grad():
+        return model, x, model(x).argmax(dim=1)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_the_answers_do_not_depend_on_the_threads(name: str) -> None:
+    settings: dict[str, Any] = {
+        key: (min(value, 60) if isinstance(value, int) else value) for key, value in ATTACK_SETTINGS[name].items()
+    }
+    attack = ATTACKS[name](**settings)
+    model, x, y = a_batch()
+    threat = ThreatModel(norm=attack.norms[0], eps=0.2)
+    found = []
+    for threads in (2, 1):
+        SEEN.clear()
+        torch.set_num_threads(threads)
+        found.append(attack.run(model, x, y, threat))
+        assert torch.get_num_threads() == threads
+        assert bool(SEEN - {threading.get_ident()}) == (threads == 2)
+    two, one = found
+    torch.testing.assert_close(two.x_adv, one.x_adv)
+    assert torch.equal(two.success, one.success)
+    assert torch.equal(two.forwards, one.forwards)
+    # A sample takes part in the backward of the step at which it falls if any other in its part has not.
+    assert int((two.backwards - one.backwards).abs().max()) <= 1
+    if one.distance is not None:
+        torch.testing.assert_close(two.distance, one.distance)
+        torch.testing.assert_close(two.nearest, one.nearest)
+
+
+def test_targets_and_indices_go_with_their_samples() -> None:
+    model, x, y = a_batch()
+    target, index = (y + 1) % 3, torch.arange(N) + 100
+    two = PGD(steps=3).run(model, x, y, ThreatModel(eps=0.2), target=target, index=index)
+    one = PGD(steps=3).run(model, x[-1:], y[-1:], ThreatModel(eps=0.2), target=target[-1:], index=index[-1:])
+    torch.testing.assert_close(two.x_adv[-1:], one.x_adv)
+
+
+def test_a_few_samples_are_not_shared_out() -> None:
+    model, x, y = a_batch()
+    SEEN.clear()
+    PGD(steps=2).run(model, x[:LEAST], y[:LEAST], ThreatModel(eps=0.1))
+    assert {threading.get_ident()} == SEEN
+
+
+def test_a_model_that_draws_random_numbers_stays_in_one_thread() -> None:
+    _, x, y = a_batch()
+    SEEN.clear()
+    PGD(steps=2).run(Watched(random=True).eval(), x, y, ThreatModel(eps=0.1))
+    assert {threading.get_ident()} == SEEN
+
+
+def test_a_model_that_cannot_be_copied_stays_in_one_thread() -> None:
+    model, x, y = a_batch()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    SEEN.clear()
+    PGD(steps=2).run(model, x, y, ThreatModel(eps=0.1))
+    assert {threading.get_ident()} == SEEN
+
+
+def test_an_error_in_a_thread_is_the_callers_and_leaves_no_trace() -> None:
+    model, x, y = a_batch()
+    model.train()
+    weight = model.convolution.weight
+
+    def fail(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(fail)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        PGD(steps=2).run(model, x, y, ThreatModel(eps=0.1))
+    handle.remove()
+    assert model.training
+    assert weight.requires_grad
+    assert model.convolution.weight is weight
+    assert torch.get_num_threads() == 2
+    assert threading.active_count() == threads
+
+
+def test_an_error_in_one_part_ends_the_others_early() -> None:
+    model, x, y = a_batch()
+    calls = []
+
+    def fail(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return
+        calls.append(len(inputs[0]))
+        if len(calls) == 4:
+            raise RuntimeError("no more")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        PGD(steps=100_000, step_size=1e-9).run(model, x, y, ThreatModel(eps=1e-6))
+    assert len(calls) < 10_000
