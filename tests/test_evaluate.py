@@ -19,15 +19,22 @@ from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, evaluate, interval
+from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, harness, interval
+from steelman.evaluation.cascade import CURVE_RATIOS
 from steelman.evaluation.checks import predictions
-from steelman.evaluation.harness import CURVE_RATIOS, describe
+from steelman.evaluation.suites import describe
 from steelman.heads import embed
 from steelman.threat import ThreatModel
 from tests.oracles import LinearClassifier
 from tests.training_helpers import SHAPE, a_net, some_data
 
 Adversary = Any
+
+
+def evaluate(model: nn.Module, data: Any, threat: ThreatModel, attacks: Any = None, **options: Any) -> Evaluation:
+    """Each attack on every sample: what the cascade adds is tested elsewhere."""
+    x, y = data if isinstance(data, tuple) else (data, None)
+    return harness.evaluate(model, x, y, threat, DEFAULT_ATTACKS if attacks is None else attacks, **options)
 
 
 def line(n: int = 40, seed: int = 0) -> tuple[LinearClassifier, Tensor, Tensor, np.ndarray]:
@@ -279,7 +286,7 @@ class InDouble(nn.Module):
 
 
 def test_nothing_depends_on_the_size_of_batches() -> None:
-    source, model, threat = some_data(60), InDouble(), ThreatModel(eps=0.08)
+    source, model, threat = some_data(60), InDouble().eval(), ThreatModel(eps=0.08)
     attacks = {"pgd": PGD(steps=5, restarts=2), "margin": PGD(steps=5, loss="margin")}
     first, *rest = (evaluate(model, source, threat, attacks, batch_size=size, gallery=60) for size in (60, 256, 17, 1))
     assert 0 < first.score("worst case").correct < first.score("clean").correct
@@ -292,7 +299,7 @@ def test_nothing_depends_on_the_size_of_batches() -> None:
 
 
 def test_the_same_seed_gives_the_same_answer_and_leaves_the_generator_alone() -> None:
-    source, model, threat = some_data(30), a_net("linear").train(), ThreatModel(eps=0.08)
+    source, model, threat = some_data(30), a_net("linear").eval(), ThreatModel(eps=0.08)
     state = torch.get_rng_state()
     one = evaluate(model, source, threat, {"pgd": PGD(steps=1)}, seed=1, gallery=3, curve=False)
     assert torch.equal(torch.get_rng_state(), state)
@@ -304,10 +311,11 @@ def test_the_same_seed_gives_the_same_answer_and_leaves_the_generator_alone() ->
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    """In train mode, with gradients, batch-norm statistics and a frozen weight of its own."""
+    """A part of it in train mode, with gradients, batch-norm statistics and a frozen weight of its own."""
     model = a_net("linear").train()
-    model.backbone.layers[3].eval()  # type: ignore[index,union-attr]
     model(torch.rand(4, *SHAPE)).sum().backward()
+    model.eval()
+    model.backbone.layers[3].train()  # type: ignore[index,union-attr]
     model.head.weight.requires_grad_(False)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -333,6 +341,11 @@ def test_the_model_is_judged_in_eval_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.99), *line()[0:1]).train()
     _, x, y, _ = line()
     right = line()[0](x).argmax(dim=1) == y
+    with pytest.raises(UserError, match="in train mode, where it answers otherwise"):
+        evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False)
+    assert line()[0].training  # where train mode makes no difference, nobody minds
+    evaluate(line()[0], (x, y), ThreatModel(eps=1e-6), curve=False)
+    model.eval()[0].train()
     assert evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False).score("clean").correct == int(right.sum())
 
 
@@ -447,8 +460,8 @@ def logits(value: float, classes: int = 10) -> Any:
 
 GOOD = torch.rand(6, *SHAPE), torch.arange(6)
 BAD_MODELS: dict[str, tuple[nn.Module, str]] = {
-    "NaN logits": (Constant(logits(float("nan"))), "NaN or infinite logits for 6 of 6 clean images"),
-    "infinite logits": (Constant(logits(float("inf"))), "NaN or infinite logits for 6 of 6 clean images"),
+    "NaN logits": (Constant(logits(float("nan"))), "NaN or infinite logits for 4 of 4 clean images"),
+    "infinite logits": (Constant(logits(float("inf"))), "NaN or infinite logits for 4 of 4 clean images"),
     "no tensor": (Constant(lambda x: (x, x)), "expected logits of shape .4, classes. for 4 images, got tuple"),
     "a dict": (Constant(lambda x: {"logits": x}), "expected logits of shape .*, got dict"),
     "one number an image": (Constant(lambda x: x.sum(dim=(1, 2, 3))), r"expected logits of shape .*, got \(4,\)"),
@@ -476,13 +489,15 @@ def test_nan_at_adversarial_images_only() -> None:
             return torch.where((x.flatten(1) > 0.66).any(dim=1)[:, None], float("nan"), z)
 
     x = torch.full((6, *SHAPE), 0.6)
-    with pytest.raises(UserError, match="NaN or infinite logits for 6 of 6 adversarial images"):
-        evaluate(
-            Cliff(),
-            (x, torch.zeros(6, dtype=torch.int64)),
-            ThreatModel(eps=0.1),
-            {"up": Returns(lambda x, y, t: x + 0.1)},
-        )
+    found = evaluate(
+        Cliff(),
+        (x, torch.zeros(6, dtype=torch.int64)),
+        ThreatModel(eps=0.1),
+        {"up": Returns(lambda x, y, t: x + 0.1)},
+    )
+    assert found.verdict is not None
+    assert found.verdict.trust == "invalid"
+    assert "NaN or infinite logits at 6 points inside the threat model" in found.verdict.reasons[0]
 
 
 class Raw(ArraySource):

@@ -13,7 +13,7 @@ from torch import nn
 
 from steelman import config, run
 from steelman.errors import UserError
-from steelman.evaluation import evaluate
+from steelman.evaluation import DEFAULT_ATTACKS, evaluate
 from steelman.measure import measure
 from steelman.objectives import OBJECTIVES, is_adversarial
 from steelman.threat import ThreatModel
@@ -110,7 +110,7 @@ def test_a_validation_split_that_is_too_large_names_its_key(photographs: Path, t
 
 def test_images_of_four_channels_are_measured_without_pictures() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
-    found = evaluate(net, (torch.rand(6, 4, 2, 2), torch.arange(6) % 2), ThreatModel(eps=0.1))
+    found = evaluate(net, torch.rand(6, 4, 2, 2), torch.arange(6) % 2, ThreatModel(eps=0.1), DEFAULT_ATTACKS)
     assert found.total == 6
     assert found.gallery == ()
 

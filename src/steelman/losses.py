@@ -76,15 +76,31 @@ def kl(logits: Tensor, reference: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=1)
 
 
+def standardised(logits: Tensor) -> Tensor:
+    """(z - max z) / std(z), the same for z and for 1000 z + 5; both are constants to the gradient.
+
+    Measured from the largest, so that equal logits, whose spread is zero, stay finite.
+    """
+    fixed = logits.detach()
+    spread = fixed.std(dim=1, correction=0, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
+    return (logits - fixed.amax(dim=1, keepdim=True)) / spread
+
+
 def scale_invariant_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy of z / std(z): the same for z and for 1000 z, so large logits cannot flatten its gradient.
 
     The spread is a constant to the gradient; only its direction would change otherwise, not the invariance.
     """
-    fixed = logits.detach()
-    spread = fixed.std(dim=1, correction=0, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
-    # Measured from the largest, so that equal logits, whose spread is zero, stay finite.
-    return cross_entropy((logits - fixed.amax(dim=1, keepdim=True)) / spread, y)
+    return cross_entropy(standardised(logits), y)
+
+
+def probability_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """max over j != y of p_j, minus p_y, of p = softmax(z / std(z)): positive exactly when misclassified.
+
+    >>> probability_margin(torch.zeros(1, 2), torch.tensor([0]))
+    tensor([0.])
+    """
+    return margin(standardised(logits).softmax(dim=1), y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +119,7 @@ LOSSES: dict[str, Loss] = {
     "targeted-dlr": Loss(targeted_dlr, needs="target"),
     "kl": Loss(kl, needs="reference"),
     "scale-invariant-cross-entropy": Loss(scale_invariant_cross_entropy),
+    "probability-margin": Loss(probability_margin),
 }
 
 

@@ -15,7 +15,7 @@ from steelman import data as datasets
 from steelman.attacks import ATTACKS
 from steelman.config import attack_from_text, name_and_options, options_from_texts
 from steelman.errors import UserError, unknown
-from steelman.evaluation import Evaluation, evaluate
+from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, evaluate
 from steelman.evaluation.transfer import Transfer, transfer
 from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, imported, load_state, load_weights
@@ -76,8 +76,9 @@ def measure(
     found = evaluate(
         model.to(device),
         dataset.test,
+        None,
         threat,
-        chosen,
+        chosen or DEFAULT_ATTACKS,
         name=label,
         data_name=f"{dataset.name} test",
         samples=samples,

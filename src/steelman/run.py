@@ -199,6 +199,7 @@ def train(
     evaluation = evaluate(
         model.to(fabric.device),
         dataset.test,
+        None,
         recipe.threat,
         recipe.evaluation.attacks,
         name=recipe.name,

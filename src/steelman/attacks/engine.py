@@ -7,212 +7,20 @@ answer are here, once. An attack never decides that it has succeeded otherwise t
 from __future__ import annotations
 
 import abc
-import dataclasses
-import threading
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks.base import Mode, check_range, input_gradient, logits_of, untouched
+from steelman.attacks.base import Mode, check_range, untouched
 from steelman.attacks.layout import laid_out
-from steelman.attacks.parallel import StoppedError, search_in_parts
+from steelman.attacks.parallel import search_in_parts
+from steelman.attacks.problem import Found, Precision, Problem
 from steelman.errors import UserError
 from steelman.rng import Key
-from steelman.threat import Norm, ThreatModel, norms
+from steelman.threat import Norm, ThreatModel
 
-Precision = Literal["full", "bfloat16"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What an attack found, a row a sample.
-
-    `x_adv` lies in the threat model; `success` says whether the attack saw it misclassified (or, with a target,
-    classified as that). A minimum-norm attack also gives `nearest`, its nearest adversarial point wherever that lies,
-    and `distance`, how far it is (infinity where it found none, and then `nearest` is the clean image). `forwards` and
-    `backwards` count the passes each sample took through the model; those that set up the search, on a grey image, are
-    no sample's.
-    """
-
-    x_adv: Tensor
-    success: Tensor
-    forwards: Tensor
-    backwards: Tensor
-    nearest: Tensor | None = None
-    distance: Tensor | None = None
-
-
-class Problem:
-    """One call of an attack: its samples, what each has cost so far, and the best point found for each.
-
-    `rows` are always places in this problem's samples, as an int64 tensor. Samples that have fallen are not in
-    ``alive()``; a search that drops them does no work for them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        threat: ThreatModel,
-        *,
-        index: Tensor | None = None,
-        key: Key,
-        target: Tensor | None = None,
-        distances: bool = False,
-        precision: Precision = "full",
-    ) -> None:
-        self.model, self.x, self.y, self.threat = model, x.detach(), y, threat
-        self.index = torch.arange(len(x), device=x.device) if index is None else index.to(x.device)
-        self.key, self.target, self.distances = key, target, distances
-        self.precision, self.memory_format, self.checked = precision, torch.contiguous_format, False
-        self.stop: threading.Event | None = None
-        n, device = len(x), x.device
-        self.forwards = torch.zeros(n, dtype=torch.int64, device=device)
-        self.backwards = torch.zeros(n, dtype=torch.int64, device=device)
-        self.best = self.x.clone()
-        self.value = torch.full((n,), float("-inf"), dtype=torch.float64, device=device)
-        self.success = torch.zeros(n, dtype=torch.bool, device=device)
-        self.nearest: Tensor | None = None
-        self.distance = torch.full((n,), float("inf"), dtype=torch.float64, device=device)
-
-    def part(self, rows: Tensor, model: nn.Module, stop: threading.Event) -> Problem:
-        """The problem of the samples `rows` alone, for one thread, with its own copy of the model."""
-        part = Problem(
-            model,
-            self.x[rows],
-            self.y[rows],
-            self.threat,
-            index=self.index[rows],
-            key=self.key,
-            target=None if self.target is None else self.target[rows],
-            distances=self.distances,
-            precision=self.precision,
-        )
-        part.memory_format, part.stop = self.memory_format, stop
-        part.nearest = None if self.nearest is None else self.nearest[rows]
-        return part
-
-    def take(self, part: Problem, rows: Tensor) -> None:
-        """Take over what a part found for its samples, which are `rows` here."""
-        for name in ("forwards", "backwards", "best", "value", "success", "distance"):
-            getattr(self, name)[rows] = getattr(part, name)
-        if self.nearest is not None and part.nearest is not None:
-            self.nearest[rows] = part.nearest
-
-    def alive(self) -> Tensor:
-        """The rows still to be attacked."""
-        return (~self.success & (self.distance > 0)).nonzero()[:, 0]
-
-    def logits(self, points: Tensor, rows: Tensor) -> Tensor:
-        """The model's logits at points of the samples `rows`, one forward each; a row may come several times."""
-        if self.stop is not None and self.stop.is_set():
-            raise StoppedError
-        self._count(self.forwards, rows)
-        points = points.contiguous(memory_format=self.memory_format)
-        if self.precision == "full":
-            logits = logits_of(self.model, points)
-        else:
-            with torch.autocast(points.device.type, dtype=getattr(torch, self.precision)):
-                logits = logits_of(self.model, points)
-        if not self.checked:
-            self._check(logits, len(points))
-        return logits
-
-    def gradient(self, losses: Tensor, points: Tensor, rows: Tensor, *, retain: bool = False) -> Tensor:
-        """Each sample's gradient of its loss at its point, one backward each; with `retain`, more may follow."""
-        self._count(self.backwards, rows)
-        return input_gradient(losses, points, retain=retain)
-
-    def fooled(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
-        """Whether each point is what the attack looks for; after a search in reduced precision, full has to agree.
-
-        Neither a point nor an answer that is not a number is ever a success.
-        """
-        won = self._wanted(logits, rows)
-        if won.any():
-            at = won.nonzero()[:, 0]
-            asked = points.detach()[at]
-            won[at] = asked.flatten(1).isfinite().all(dim=1)
-            if self.precision != "full":
-                self._count(self.forwards, rows[at])
-                with torch.no_grad():
-                    won[at] &= self._wanted(logits_of(self.model, asked), rows[at])
-        return won
-
-    def keep(self, points: Tensor, logits: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        """Keep each point that succeeds, or that has the highest value so far; whether each row has fallen now.
-
-        No row may come twice. The points lie in the threat model.
-        """
-        won = self.fooled(logits, points, rows)
-        values = values.detach().to(self.value.dtype)
-        better = (won & ~self.success[rows]) | (~self.success[rows] & (values > self.value[rows]))
-        at = rows[better]
-        self.best[at] = points.detach()[better]
-        self.value[at] = values[better]
-        self.success[rows] |= won
-        return self.success[rows]
-
-    def keep_nearest(self, points: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
-        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial, and by more
-        than what sums differ by in another batch or layout.
-
-        No row may come twice. The points lie in the box. Rows whose point lies in the threat model have fallen, unless
-        the caller wants distances: then none leaves.
-        """
-        won = self.fooled(logits, points, rows) & self._clear(logits, rows)
-        if self.nearest is None:
-            self.nearest = self.x.clone()
-        points = points.detach()
-        distance = norms(points - self.x[rows], self.threat.p)
-        better = won & (distance < self.distance[rows])
-        at = rows[better]
-        self.nearest[at] = points[better]
-        self.distance[at] = distance[better]
-        if not self.distances:
-            self.success[at] |= self.threat.contains(points[better], self.x[at])
-        return won
-
-    def found(self) -> Found:
-        """The answer."""
-        if self.nearest is None:
-            return Found(self.best, self.success, self.forwards, self.backwards)
-        inside = torch.isfinite(self.distance) & self.threat.contains(self.nearest, self.x)
-        shape = (-1, *[1] * (self.x.dim() - 1))
-        x_adv = torch.where(inside.view(shape), self.nearest, self.threat.project(self.nearest, self.x))
-        return Found(x_adv, inside, self.forwards, self.backwards, self.nearest, self.distance)
-
-    def _wanted(self, logits: Tensor, rows: Tensor) -> Tensor:
-        logits = logits.detach()
-        predicted = logits.argmax(dim=1)
-        won = predicted != self.y[rows] if self.target is None else predicted == self.target[rows]
-        return won & ~logits.isnan().any(dim=1)
-
-    def _clear(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Whether the wanted class leads by more than rounding; the clean image needs no lead."""
-        logits = logits.detach()
-        label = (self.y if self.target is None else self.target)[rows][:, None]
-        lead = (logits.gather(1, label) - logits.scatter(1, label, float("-inf")).amax(dim=1, keepdim=True))[:, 0]
-        return lead.abs() > 16 * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
-
-    def _check(self, logits: Tensor, count: int) -> None:
-        """Refuse, at the first answer, a model or labels that nothing can be said of."""
-        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != count:
-            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise UserError(f"expected logits of shape ({count}, classes) for {count} images, got {shape}")
-        classes = logits.shape[1]
-        if classes < 2:
-            raise UserError(f"expected a model of at least two classes, got {classes}")
-        for name, labels in (("label", self.y), ("target", self.target)):
-            if labels is not None and bool(((labels < 0) | (labels >= classes)).any()):
-                wrong = labels[(labels < 0) | (labels >= classes)]
-                raise UserError(f"expected a {name} in 0 .. {classes - 1}, got {int(wrong[0])}")
-        self.checked = True
-
-    def _count(self, counter: Tensor, rows: Tensor) -> None:
-        counter.index_add_(0, rows, torch.ones_like(rows))
+__all__ = ["Found", "Precision", "Problem", "Search"]
 
 
 class Search(abc.ABC):
@@ -220,13 +28,15 @@ class Search(abc.ABC):
 
     `norms` are those it knows; `minimum_norm` says that it looks for the nearest adversarial point rather than for any
     within eps; `black_box` that it asks the model for logits only, never for a gradient; `reduced` that its search may
-    run in reduced precision, which is too coarse where a boundary or a small difference is what is looked for.
+    run in reduced precision, which is too coarse where a boundary or a small difference is what is looked for;
+    `warm` that it can begin from given points.
     """
 
     norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2", "l1")
     minimum_norm: ClassVar[bool] = False
     black_box: ClassVar[bool] = False
     reduced: ClassVar[bool] = True
+    warm: ClassVar[bool] = False
 
     @abc.abstractmethod
     def search(self, problem: Problem) -> None:
@@ -255,16 +65,22 @@ class Search(abc.ABC):
         index: Tensor | None = None,
         key: Key = Key(0),  # noqa: B008 - a Key is frozen
         target: Tensor | None = None,
+        start: Tensor | None = None,
         distances: bool = False,
         precision: Precision = "full",
     ) -> Found:
         """Attack, and tell what was found and what it cost.
 
-        Arguments: those of every attack, and `distances`: a minimum-norm attack then goes on for each sample to the end
-        of its budget, where else it stops at the first point within eps; `precision`: what the search runs in. Every
-        success is one in full precision.
+        Arguments: those of every attack, and `start`: points of the threat model, such as another attack's best, from
+        which a `warm` attack's first restart begins; `distances`: a minimum-norm attack then goes on for each sample to
+        the end of its budget, where else it stops at the first point within eps; `precision`: what the search runs in.
+        Every success is one in full precision.
         """
         self._check(x, y, threat, index, target, distances, precision)
+        if start is not None and not self.warm:
+            raise UserError(f"{type(self).__name__} cannot begin from given points")
+        if start is not None and not threat.contains(start, x).all():
+            raise UserError("start: expected points inside the threat model, got some outside")
         mode: Mode = getattr(self, "mode", "eval")
         with (
             torch.inference_mode(False),
@@ -282,6 +98,7 @@ class Search(abc.ABC):
                 index=index,
                 key=key,
                 target=target,
+                start=None if start is None else start.detach(),
                 distances=distances,
                 precision=precision,
             )

@@ -19,9 +19,9 @@ class MultiTargeted(Search):
     """PGD on z_t - z_y towards each other class t in turn, each from a fresh start, by the samples that are left.
 
     Arguments: `targets` None means all K - 1 other classes; a number means that many of them, those of highest clean
-    logit; in both cases the highest comes first. `steps`, `step_size` and `start` are PGD's. With a target class given
-    to the call, only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each from a
-    diversified start), and ranking the classes one clean forward.
+    logit; in both cases the highest comes first. `steps`, `step_size`, `decay` and `start` are PGD's. With a target
+    class given to the call, only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each
+    from a diversified start), and ranking the classes one clean forward.
 
     Deviation: the paper attacks the classes in a fixed order; the order matters to the cost alone.
 
@@ -39,12 +39,15 @@ class MultiTargeted(Search):
 
     steps: Count = 20
     step_size: Annotated[Number, Field(gt=0)] | None = None
+    decay: Annotated[Number, Field(gt=0, le=1)] = 1.0
     restarts: Count = 1
     targets: Count | None = None
     start: Literal["uniform", "diversified"] = "uniform"
 
     def search(self, problem: Problem) -> None:
-        pgd = PGD(steps=self.steps, step_size=self.step_size, loss="targeted-margin", start=self.start)
+        pgd = PGD(
+            steps=self.steps, step_size=self.step_size, decay=self.decay, loss="targeted-margin", start=self.start
+        )
         climbed = _Climbed(pgd, problem)
         targets = self._targets(problem, climbed.reference)
         for restart in range(self.restarts):

@@ -20,7 +20,7 @@ from steelman.attacks.base import logits_of
 from steelman.threat import ThreatModel
 
 if TYPE_CHECKING:
-    from steelman.attacks.engine import Problem
+    from steelman.attacks.problem import Problem
 
 MOST, LEAST = 64, 16  # samples in a part: more leave the caches, fewer are not worth a thread
 

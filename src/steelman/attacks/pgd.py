@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, cast
+import math
+from typing import Annotated, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -33,7 +34,8 @@ class PGD(Search):
 
     With momentum mu, g <- mu g + grad / mean|grad| (MIM); without, g = grad.
 
-    Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is uniform in the threat model,
+    Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `decay` is the last step's size as a
+    share of the first's, with a cosine in between; `start` is uniform in the threat model,
     uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified
     (two steps from a uniform draw along a random direction of the logits); `keep`
     "best" returns each sample's first success, or else its point of highest loss, and drops fallen samples from the
@@ -52,8 +54,11 @@ class PGD(Search):
     True
     """
 
+    warm: ClassVar[bool] = True
+
     steps: Count = 20
     step_size: Annotated[Number, Field(gt=0)] | None = None
+    decay: Annotated[Number, Field(gt=0, le=1)] = 1.0
     restarts: Count = 1
     loss: str = "cross-entropy"
     start: Literal["uniform", "ball", "gaussian", "zero", "diversified"] = "uniform"
@@ -121,10 +126,13 @@ class PGD(Search):
             rows = problem.alive()
             if len(rows) == 0:
                 return
-            self._search(problem, climbed, rows, self._begin(problem, rows, problem.key.fold("restart", restart)))
+            begin = self._begin(problem, rows, problem.key.fold("restart", restart), first=restart == 0)
+            self._search(problem, climbed, rows, begin)
 
-    def _begin(self, problem: Problem, rows: Tensor, key: Key) -> Tensor:
+    def _begin(self, problem: Problem, rows: Tensor, key: Key, *, first: bool = True) -> Tensor:
         x, threat, index = problem.x[rows], problem.threat, problem.index[rows]
+        if problem.start is not None and first:
+            return problem.start[rows]
         if self.start == "gaussian":
             return threat.project(x + GAUSSIAN_START * key.normal(index, tuple(x.shape[1:]), x.dtype), x)
         if self.start == "zero":
@@ -132,11 +140,14 @@ class PGD(Search):
         points = threat.random_start(x, index, key, box=self.start != "ball")
         return diversified(problem, rows, points, key) if self.start == "diversified" else points
 
-    def eta(self, threat: ThreatModel) -> float:
-        """The step size in use."""
-        if self.step_size is not None:
-            return self.step_size
-        return threat.eps if self.steps == 1 else 2.5 * threat.eps / self.steps
+    def eta(self, threat: ThreatModel, step: int = 0) -> float:
+        """The size of a step."""
+        size = self.step_size
+        if size is None:
+            size = threat.eps if self.steps == 1 else 2.5 * threat.eps / self.steps
+        if self.decay == 1 or step == 0:
+            return size
+        return size * (self.decay + (1 - self.decay) * (1 + math.cos(math.pi * step / (self.steps - 1))) / 2)
 
     def _direction(self, gradient: Tensor, velocity: Tensor | None) -> Tensor:
         """The gradient, or its accumulated, normalised form under momentum."""
@@ -148,15 +159,15 @@ class PGD(Search):
     def _climb(self, problem: Problem) -> Tensor:
         """All steps on all samples; the last point."""
         rows = torch.arange(len(problem.x), device=problem.x.device)
-        climbed, eta = _Climbed(self, problem), self.eta(problem.threat)
+        climbed = _Climbed(self, problem)
         x_adv = self._begin(problem, rows, problem.key.fold("restart", 0))
         velocity = torch.zeros_like(x_adv) if self.momentum else None
-        for _ in range(self.steps):
+        for step in range(self.steps):
             x_adv.requires_grad_(True)
             losses = climbed(problem.logits(x_adv, rows), rows)
             gradient = self._direction(problem.gradient(losses, x_adv, rows), velocity)
             velocity = gradient if velocity is not None else None
-            x_adv = ascend(x_adv.detach(), gradient, problem.x, problem.threat, eta)
+            x_adv = ascend(x_adv.detach(), gradient, problem.x, problem.threat, self.eta(problem.threat, step))
         return x_adv.detach()
 
     def _search(self, problem: Problem, climbed: _Climbed, rows: Tensor, x_adv: Tensor) -> None:
@@ -165,7 +176,6 @@ class PGD(Search):
         Success is read from the logits that also give the gradient: one forward and one backward a step.
         """
         velocity = torch.zeros_like(x_adv) if self.momentum else None
-        eta = self.eta(problem.threat)
         for step in range(self.steps + 1):
             last = step == self.steps
             x_adv = x_adv.detach().requires_grad_(not last)
@@ -182,7 +192,7 @@ class PGD(Search):
             if self.keep == "best" and not stay.all():
                 rows, x_adv, gradient = rows[stay], x_adv[stay], gradient[stay]
                 velocity = velocity[stay] if velocity is not None else None
-            x_adv = ascend(x_adv, gradient, problem.x[rows], problem.threat, eta)
+            x_adv = ascend(x_adv, gradient, problem.x[rows], problem.threat, self.eta(problem.threat, step))
 
 
 def diversified(problem: Problem, rows: Tensor, points: Tensor, key: Key, steps: int = 2) -> Tensor:

@@ -50,6 +50,7 @@ class Square(Search):
 
     norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2")
     black_box: ClassVar[bool] = True
+    warm: ClassVar[bool] = True
 
     queries: Count = 5000
     p: Annotated[Number, Field(gt=0, le=1)] = 0.8
@@ -62,7 +63,10 @@ class Square(Search):
             rows, key = problem.alive(), problem.key.fold("square", restart)
             if len(rows) == 0:
                 return
-            start = begin(problem.x[rows], problem.threat, problem.index[rows], key.fold("start"))
+            if problem.start is not None and restart == 0:
+                start = problem.start[rows]
+            else:
+                start = begin(problem.x[rows], problem.threat, problem.index[rows], key.fold("start"))
             squares(problem, rows, start, key, queries=self.queries, p=self.p, rescale=self.rescale)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -69,10 +69,73 @@ class Example:
     adversarial: Tensor
 
 
+Trust = Literal["sound", "suspect", "invalid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A sign that an attack may have failed where the model did not hold: what was seen, and what follows from it.
+
+    `name` is for machines, `figure` what was measured and `limit` where it begins to matter; `trust` is what a raised
+    flag leaves of the verdict's ("sound": it is worth knowing, no more). `text` says it in plain words.
+    """
+
+    name: str
+    figure: float
+    limit: float
+    raised: bool
+    trust: Trust
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How many samples no attack broke, and how far that may be believed.
+
+    `complete` is False when the time ran out before the suite was through; `escalated` says that doubt made the whole
+    of AutoAttack run on every survivor.
+    """
+
+    correct: int
+    total: int
+    suite: str
+    trust: Trust
+    reasons: tuple[str, ...]
+    flags: tuple[Flag, ...]
+    complete: bool = True
+    escalated: bool = False
+
+    @property
+    def robust_accuracy(self) -> float:
+        return self.correct / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return interval(self.correct, self.total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """What one stage of a suite did: how many samples it attacked and broke, and its passes through the model."""
+
+    name: str
+    settings: dict[str, Any]
+    attacked: int
+    broken: int
+    left: int
+    forwards: int
+    backwards: int
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """One model, one dataset, one threat model: scores, accuracy against eps, a gallery, and all that is needed to
-    read the numbers (settings, seed, count, versions)."""
+    read the numbers (settings, seed, count, versions).
+
+    Of a cascade, also its verdict, its stages, and by class how many samples were `right`, `held` and taken for which
+    other class (`confusion`: rows are true classes, columns answers under attack).
+    """
 
     model: str
     data: str
@@ -89,6 +152,10 @@ class Evaluation:
     curve_attack: str
     gallery: tuple[Example, ...]
     notes: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    stages: tuple[StageRecord, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
+    margins: tuple[float, ...] = ()
 
     def score(self, name: str) -> Score:
         """The score called `name`."""
@@ -102,6 +169,8 @@ class Evaluation:
         record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         record["scores"] = [dataclasses.asdict(score) for score in self.scores]
         record["curve"] = [dataclasses.asdict(point) for point in self.curve]
+        record["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        record["verdict"] = None if self.verdict is None else dataclasses.asdict(self.verdict)
         record["gallery"] = [
             {k: v for k, v in vars(example).items() if not isinstance(v, Tensor)} for example in self.gallery
         ]
@@ -131,4 +200,11 @@ class Evaluation:
             Example(**entry, clean=images["clean"][i], adversarial=images["adversarial"][i])
             for i, entry in enumerate(record["gallery"])
         )
+        record["stages"] = tuple(StageRecord(**stage) for stage in record.get("stages", ()))
+        record["confusion"] = tuple(map(tuple, record.get("confusion", ())))
+        record["margins"] = tuple(record.get("margins", ()))
+        verdict = record.get("verdict")
+        if verdict is not None:
+            flags = tuple(Flag(**flag) for flag in verdict["flags"])
+            record["verdict"] = Verdict(**{**verdict, "flags": flags, "reasons": tuple(verdict["reasons"])})
         return cls(**record)

@@ -23,8 +23,9 @@ from steelman.attacks.engine import Search
 from steelman.data.source import ArraySource, Source, batches, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
-from steelman.evaluation.harness import _shown, describe, versions
+from steelman.evaluation.harness import _shown, versions
 from steelman.evaluation.result import Score, interval
+from steelman.evaluation.suites import describe
 from steelman.files import write_atomic
 from steelman.rng import Key
 from steelman.threat import ThreatModel

@@ -1,0 +1,352 @@
+"""Running a suite: stage by stage, each on the samples that are its own, batch by batch, every point checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from steelman.attacks import PGD, Search
+from steelman.attacks.base import check_range, logits_of, untouched
+from steelman.data.source import Source, stream
+from steelman.errors import UserError
+from steelman.evaluation.checks import as_model, predictions
+from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests
+from steelman.evaluation.masking import flag, signs
+from steelman.evaluation.result import CurvePoint, Example, Flag, Score, StageRecord
+from steelman.evaluation.suites import Stage, Suite, describe
+from steelman.losses import margin, standardised
+from steelman.rng import Key
+from steelman.threat import ThreatModel
+
+CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+CURVE_ATTACK = PGD(steps=20)
+CURVE_SAMPLES = 500
+# The share of the samples on which a cascade measures signs of masking and the curve.
+PILOT, PILOT_LEAST, PILOT_MOST = 0.05, 32, 200
+# What targeted attacks may break that untargeted ones left, before somebody should ask why.
+TARGETED_AHEAD = 0.1
+
+
+@dataclasses.dataclass
+class Runner:
+    """One suite on one model: what is known of each sample, and what each stage did."""
+
+    model: nn.Module
+    source: Source
+    threat: ThreatModel
+    suite: Suite
+    key: Key
+    device: torch.device
+    total: int
+    batch_size: int
+    workers: int
+    work: Work
+    advance: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        dtype = as_model(self.model, torch.zeros(1), torch.device("cpu")).dtype
+        self.ledger = Ledger(self.work.folder, self.total, self.source.shape, dtype)
+        self.records: list[StageRecord] = []
+        self.outside: dict[str, int] = {}
+        self.nonfinite = 0
+        self.clean_seconds = 0.0
+        self.complete, self.escalated = True, False
+        self.watched: Tensor | None = None  # the sentinel's samples
+
+    # Before the attacks.
+
+    def clean(self) -> None:
+        """The model's answers to the images as they are."""
+        ledger = self.ledger
+        for rows, part in self._batches("clean", torch.arange(self.total), self._look):
+            ledger.label[rows], ledger.digest[rows] = self.source.labels[rows], part["digest"]
+            ledger.clean[rows] = ledger.guess[rows] = part["guess"]
+            ledger.margin[rows], ledger.lead[rows] = part["margin"], part["lead"]
+            ledger.forwards[rows] += 1
+            ledger.broken_by[rows] = torch.where(part["guess"] == ledger.label[rows], ROBUST, WRONG)
+            self.clean_seconds += float(part["seconds"])
+            self.advance(len(rows))
+
+    def _look(self, x: Tensor, y: Tensor, _: Tensor) -> dict[str, Tensor]:
+        started = time.perf_counter()
+        predictions(self.model, x, "clean")  # refuses what is not finite
+        logits = self._answers(x)
+        return {
+            "digest": digests(x, y),
+            "guess": logits.argmax(dim=1),
+            "margin": -margin(standardised(logits), y).double(),
+            "lead": -margin(logits, y).double(),
+            "seconds": torch.tensor(time.perf_counter() - started),
+        }
+
+    def pilot(self) -> Tensor:
+        """A few samples that the model gets right, drawn whatever their place in the data."""
+        rows = self.ledger.right.nonzero()[:, 0]
+        most = min(max(math.ceil(PILOT * self.total), PILOT_LEAST), PILOT_MOST)
+        return self._drawn(rows, "pilot")[:most].sort().values
+
+    def signs(self) -> list[Flag]:
+        """The flags that can be raised before any stage."""
+        rows = self.pilot()
+        x, y = self._images(rows)
+        return signs(self.model, x, y, self.threat, index=self._index(rows), key=self.key.fold("signs"))
+
+    # The attacks.
+
+    def stages(self, flags: list[Flag], deadline: float | None) -> None:
+        """Every stage in turn; those kept for doubt run if there is any."""
+        for number, stage in enumerate(self.suite.stages):
+            if stage.escalation:
+                self.escalated = self.escalated or any(one.raised for one in (*flags, *self.doubts()))
+                if not self.escalated:
+                    continue
+            if not self._stage(number, stage, deadline):
+                self.complete = False
+                return
+
+    def _stage(self, number: int, stage: Stage, deadline: float | None) -> bool:
+        """One stage on its samples; False if the time ran out."""
+        rows, before = self._whom(stage), self.ledger.alive.clone()
+        seconds = forwards = backwards = broken = done = 0.0
+        attack = functools.partial(self._attack, stage)
+        for part_rows, part in self._batches(f"{number:02d}", rows, attack, deadline):
+            self.ledger.record(number, part)
+            self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
+            self.nonfinite += int(part["nonfinite"])
+            seconds += float(part["seconds"])
+            forwards += int(part["forwards"].sum())
+            backwards += int(part["backwards"].sum())
+            broken += int(part["broken"].sum())
+            done += len(part_rows)
+        left = int(self.ledger.right.sum()) - broken if self.suite.protocol else int(self.ledger.alive.sum())
+        self.records.append(
+            StageRecord(
+                name=stage.name,
+                settings=describe(stage.attack),
+                attacked=int(done),
+                broken=int(broken if self.suite.protocol else (before & ~self.ledger.alive).sum()),
+                left=int(left),
+                forwards=int(forwards),
+                backwards=int(backwards),
+                seconds=seconds,
+            )
+        )
+        return done == len(rows)
+
+    def _whom(self, stage: Stage) -> Tensor:
+        """The samples that are a stage's own, in their order."""
+        ledger = self.ledger
+        if self.suite.protocol:
+            return ledger.right.nonzero()[:, 0]
+        rows = ledger.alive.nonzero()[:, 0]
+        if stage.sentinel:
+            if self.watched is None:
+                self.watched = self._drawn(rows, "sentinel")[: math.ceil(stage.share * len(rows))]
+            return self.watched[ledger.alive[self.watched]].sort().values
+        if stage.share >= 1:
+            return rows
+        # Of equal margins, chance decides, and not the order of the data.
+        rows = self._drawn(rows, "ties")
+        nearest = ledger.margin[rows].argsort(stable=True)[: math.ceil(stage.share * len(rows))]
+        return rows[nearest].sort().values
+
+    def _attack(self, stage: Stage, x: Tensor, y: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """What an attack leaves of some samples: no point counts that breaks a rule."""
+        if not torch.equal(digests(x, y), self.ledger.digest[rows]):
+            raise UserError("the data have changed since this evaluation began")
+        key, index, attack = self.key.fold(stage.name), self._index(rows), stage.attack
+        started = time.perf_counter()
+        counts = torch.zeros(2, len(rows), dtype=torch.int64)
+        if isinstance(attack, Search):
+            start = self.ledger.points(rows, x) if stage.warm else None
+            found = attack.run(self.model, x, y, self.threat, index=index, key=key, start=start)
+            x_adv, counts = found.x_adv, torch.stack((found.forwards, found.backwards)).cpu()
+        else:
+            x_adv = attack(self.model, x, y, self.threat, index=index, key=key)
+        seconds = time.perf_counter() - started
+        if x_adv.shape != x.shape:
+            raise UserError(f"{stage.name}: expected points of shape {x.shape}, got {x_adv.shape}")
+        inside = self.threat.contains(x_adv, x)
+        # A point outside may be anything, NaN included: the clean one stands in for it.
+        x_adv = torch.where(inside[:, None, None, None], x_adv, x)
+        logits = self._answers(x_adv)
+        finite = torch.isfinite(logits).all(dim=1)
+        logits = torch.where(finite[:, None], logits, 0)
+        lead = -margin(logits, y).double()
+        # By more than what sums differ by in another batch, or who checks it may find it right.
+        clear = lead < -16 * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+        return {
+            "rows": rows,
+            "x_adv": x_adv,
+            "broken": inside & finite & clear,
+            "guess": logits.argmax(dim=1),
+            "margin": torch.where(finite, -margin(standardised(logits), y).double(), math.inf),
+            "lead": lead,
+            "forwards": counts[0],
+            "backwards": counts[1],
+            "outside": (~inside).sum(),
+            "nonfinite": (~finite).sum(),
+            "seconds": torch.tensor(seconds),
+        }
+
+    # After the attacks.
+
+    def doubts(self) -> list[Flag]:
+        """The flags that only the stages can raise."""
+        found = []
+        watch = [record for record in self.records if record.name.startswith("sentinel ")]
+        if watch:
+            tried, broken = watch[0].attacked, sum(record.broken for record in watch)
+            found.append(
+                flag(
+                    "sentinel broken",
+                    broken,
+                    0,
+                    "sound",
+                    f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random: the ranking by "
+                    "margin missed them, so every survivor was attacked at full cost",
+                )
+            )
+        by_name = {record.name: record for record in self.records}
+        if "targets" in by_name:
+            share = by_name["targets"].broken / max(self.total, 1)
+            found.append(
+                flag(
+                    "targeted ahead",
+                    share,
+                    TARGETED_AHEAD,
+                    "sound",
+                    f"targeted attacks broke {share:.0%} of the samples that untargeted ones had left",
+                )
+            )
+        if self.nonfinite:
+            found.append(
+                flag(
+                    "logits not finite",
+                    self.nonfinite,
+                    0,
+                    "invalid",
+                    f"the model gave NaN or infinite logits at {self.nonfinite} points inside the threat model; what "
+                    "it answers there is not defined, and they were not counted",
+                )
+            )
+        return found
+
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest."""
+        attack, ratios = CURVE_ATTACK, list(CURVE_RATIOS)
+        if self.suite.protocol:
+            rows = torch.arange(min(self.total, CURVE_SAMPLES))
+        else:
+            rows = self.pilot()
+            attack = dataclasses.replace(attack, loss="scale-invariant-cross-entropy")
+            ratios.append(max(whole_box(self.threat, self.source.shape) / self.threat.eps, 4.0))
+        correct = dict.fromkeys((0.0, *ratios), 0)
+        for part in self._parts(rows):
+            alive = part[self.ledger.right[part]]
+            correct[0.0] += len(alive)
+            for ratio in ratios:
+                x, y = self._images(alive)
+                wider = self.threat.at(self.threat.eps * ratio)
+                x_adv = attack(self.model, x, y, wider, index=self._index(alive), key=self.key.fold("curve"))
+                fooled = (self._answers(x_adv).argmax(dim=1) != y) & wider.contains(x_adv, x)
+                alive = alive[~fooled.cpu()]
+                correct[ratio] += len(alive)
+        return tuple(
+            CurvePoint(eps=self.threat.eps * ratio, correct=count, total=len(rows)) for ratio, count in correct.items()
+        )
+
+    def scores(self) -> tuple[Score, ...]:
+        """Clean, after each stage (in a protocol: under each attack), and the worst case."""
+
+        def score(name: str, correct: int, seconds: float, settings: dict[str, object]) -> Score:
+            return Score(name=name, settings=settings, correct=correct, total=self.total, seconds=seconds)
+
+        return (
+            score("clean", int(self.ledger.right.sum()), self.clean_seconds, {}),
+            *(score(record.name, record.left, record.seconds, record.settings) for record in self.records),
+            score("worst case", int(self.ledger.alive.sum()), sum(record.seconds for record in self.records), {}),
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader should know besides."""
+        return [
+            f"{name}: {count} points outside the threat model were not counted"
+            for name, count in self.outside.items()
+            if count
+        ]
+
+    def examples(self, count: int) -> tuple[Example, ...]:
+        """The first samples that the model got right, each where it came nearest to being wrong, or was."""
+        ledger, found = self.ledger, []
+        for row in ledger.right.nonzero()[:count, 0].tolist():
+            x, _ = self._images(torch.tensor([row]))
+            tried = int(ledger.tried[row])
+            found.append(
+                Example(
+                    index=row,
+                    label=int(ledger.label[row]),
+                    clean_prediction=int(ledger.clean[row]),
+                    adversarial_prediction=int(ledger.guess[row]),
+                    attack=self.suite.stages[tried].name if tried >= 0 else "",
+                    clean=x[0].cpu(),
+                    adversarial=ledger.points(torch.tensor([row]), x)[0].cpu(),
+                )
+            )
+        return tuple(found)
+
+    # What all of them need.
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(rows, self.batch_size) if len(rows) else ()
+
+    def _drawn(self, rows: Tensor, why: str) -> Tensor:
+        """`rows` in an order that depends on the seed and on each sample's content."""
+        return rows[self.key.fold(why).bits(self.ledger.digest[rows], 1)[:, 0].argsort(stable=True)]
+
+    def _index(self, rows: Tensor) -> Tensor:
+        return self.ledger.digest[rows].to(self.device)
+
+    def _batches(
+        self, name: str, rows: Tensor, compute: Callable[..., dict[str, Tensor]], deadline: float | None = None
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
+        parts = dict(enumerate(self._parts(rows)))
+        todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
+        images = stream(self.source, todo, None, self.workers)
+
+        def fresh() -> dict[str, Tensor]:
+            x, y, part = next(images)
+            return compute(*self._ready(x, y), part)
+
+        for batch, part in parts.items():
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            yield part, self.work.batch(f"{name}-{batch:05d}", fresh)
+
+    def _images(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self._ready(self.source.images(rows), self.source.labels[rows])
+
+    def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = as_model(self.model, x, self.device)
+        if len(x):
+            check_range(x, self.threat)
+        return x, y.to(self.device)
+
+    def _answers(self, x: Tensor) -> Tensor:
+        """Logits in full precision, undisturbed."""
+        if len(x) == 0:  # many a model cannot take none
+            return torch.empty(0, 2, device=x.device)
+        with untouched(self.model), torch.no_grad():
+            return logits_of(self.model, x)
+
+
+def whole_box(threat: ThreatModel, shape: tuple[int, ...]) -> float:
+    """A radius at which every image can be turned into every other."""
+    return float((threat.high - threat.low) * math.prod(shape) ** (1 / threat.p))
