@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 
-.PHONY: demo test check clean docs bench-methods bench-attacks
+.PHONY: demo test check clean docs bench-methods bench-attacks bench-verdict
 
 demo: $(STAMP)
 	$(BIN)/steelman demo
@@ -43,3 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) runs build dist
+
+# The verdict beside AutoAttack; the models are those of bench-attacks. Hours, for AutoAttack takes them.
+bench-verdict: bench-attacks
+	PYTHONPATH=runs/peers $(BIN)/python benchmarks/verdict.py --all

@@ -173,6 +173,7 @@ def naive_losses(z: Array, y: int, target: int, reference: Array) -> dict[str, f
     towards = float(z[target] - z[y])
     spread = math.sqrt(sum((v - sum(z) / len(z)) ** 2 for v in z) / len(z))
     even = [v / spread for v in z]
+    share = [math.exp(v) / sum(map(math.exp, even)) for v in even]
     return {
         "cross-entropy": -math.log(p[y]),
         "margin": float(wrong),
@@ -181,6 +182,7 @@ def naive_losses(z: Array, y: int, target: int, reference: Array) -> dict[str, f
         "targeted-dlr": towards if len(z) < 4 else towards / (ranked[0] - (ranked[2] + ranked[3]) / 2),
         "kl": sum(a * (math.log(a) - math.log(b)) for a, b in zip(q, p)),
         "scale-invariant-cross-entropy": math.log(sum(math.exp(v - even[y]) for v in even)),
+        "probability-margin": max(v for k, v in enumerate(share) if k != y) - share[y],
     }
 
 

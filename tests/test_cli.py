@@ -21,8 +21,9 @@ from torch import nn
 from steelman import __version__, cli, config, run
 from steelman.attacks import ATTACKS
 from steelman.data import DATASETS
-from steelman.evaluation import Evaluation
+from steelman.evaluation import SUITES, Evaluation
 from steelman.heads import HEADS
+from steelman.listing import Kind
 from steelman.losses import LOSSES
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES
@@ -76,6 +77,9 @@ COMMANDS = [
     ("train",),
     ("resume",),
     ("evaluate",),
+    ("verify",),
+    ("compare",),
+    ("gate",),
     ("transfer",),
     ("list",),
     ("demo",),
@@ -103,7 +107,7 @@ def test_help_shows_every_command_and_what_to_do_first(command: Command) -> None
     code, out, _ = command("--help")
     assert code == 0
     assert "steelman demo" in out
-    for name in ("train", "resume", "evaluate", "list", "data", "demo"):
+    for name in ("train", "resume", "evaluate", "verify", "compare", "gate", "list", "data", "demo"):
         assert re.search(rf"\b{name}\b", out), name
 
 
@@ -141,6 +145,7 @@ def test_version(command: Command) -> None:
 
 LISTS: dict[str, Any] = {
     "attacks": ATTACKS,
+    "suites": SUITES,
     "objectives": OBJECTIVES,
     "models": MODELS,
     "heads": HEADS,
@@ -152,7 +157,7 @@ LISTS: dict[str, Any] = {
 
 
 def test_every_kind_is_listed_in_these_tests() -> None:
-    assert {kind.value for kind in cli.Kind} == LISTS.keys()
+    assert {kind.value for kind in Kind} == LISTS.keys()
 
 
 @pytest.mark.parametrize("kind", LISTS)
@@ -298,7 +303,8 @@ def test_weights_without_a_normalisation_of_their_own(command: Command, finished
     }
     save_file(state, tmp_path / "w.safetensors")
     code, _, err = command(
-        "evaluate", "digits-cnn", "--data", "digits", "--weights", "w.safetensors", "--eps", "0.1", "--samples", "10"
+        *("evaluate", "digits-cnn", "--data", "digits", "--weights", "w.safetensors", "--eps", "0.1"),
+        *("--attack", "fgsm", "--samples", "10"),
     )
     assert code == 0, err
     assert Path("runs/evaluations/linf-0.1/report.html").is_file()

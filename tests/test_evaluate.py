@@ -20,9 +20,9 @@ from steelman.attacks.square import Square
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
 from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, harness, interval
-from steelman.evaluation.cascade import CURVE_RATIOS
 from steelman.evaluation.checks import predictions
-from steelman.evaluation.suites import describe
+from steelman.evaluation.curve import CURVE_RATIOS
+from steelman.evaluation.stages import describe
 from steelman.heads import embed
 from steelman.threat import ThreatModel
 from tests.oracles import LinearClassifier

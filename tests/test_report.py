@@ -477,7 +477,7 @@ def test_colours_have_contrast_in_light_and_dark() -> None:
         for block in re.findall(r":root \{(.*?)\}", text, re.DOTALL)
     )
     for theme in (light, dark):
-        words, lines = ("text", "soft", "good", "bad", "accent"), tuple(f"c{i}" for i in range(6))
+        words, lines = ("text", "soft", "good", "bad", "doubt", "accent"), tuple(f"c{i}" for i in range(6))
         for name in (*words, *lines):
             for ground in ("page", "panel"):
                 a, b = sorted((luminance(theme[name]), luminance(theme[ground])))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 from rich.text import Text
 
 from steelman import __version__
+from steelman.cli_evidence import app as evidence_app
 from steelman.errors import TrainingInterruptedError, UserError
+from steelman.listing import Kind, console, print_list, print_table
 
 app = typer.Typer(
     name="steelman",
@@ -29,22 +28,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Fetch datasets, and see which are here.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-console = Console()
-if not console.is_terminal:
-    console = Console(width=140)  # a log has no width of its own, and tables need room
-
-
-class Kind(StrEnum):
-    """What can be listed."""
-
-    attacks = "attacks"
-    objectives = "objectives"
-    models = "models"
-    heads = "heads"
-    datasets = "datasets"
-    schedules = "schedules"
-    losses = "losses"
-    recipes = "recipes"
+app.add_typer(evidence_app)  # without a name: its commands are steelman's own
 
 
 def _version(wanted: bool) -> None:
@@ -109,9 +93,19 @@ def evaluate(
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
     eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the run's own.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="fast, standard or full; 'steelman list suites' has all. By default standard."),
+    ] = None,
     attack: Annotated[
         list[str] | None,
-        typer.Option(help="An attack with options, such as pgd:steps=50,restarts=10,loss=margin. Repeat for more."),
+        typer.Option(
+            help="Instead of a suite: an attack with options, such as pgd:steps=50,restarts=10,loss=margin, on every "
+            "sample. Repeat for more."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop attacking after this long, with the tightest bound so far.")
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
@@ -124,11 +118,13 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the attacks' random starts.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json and report.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the evidence and report.html.")] = None,
 ) -> None:
-    """Measure a model: accuracy with 95% intervals, clean, under each attack, and against eps.
+    """Give a verdict on a model: robust accuracy with its 95% interval, how far to trust it, and the evidence.
 
-    Example: steelman evaluate runs/mine --eps 0.3 --attack fgsm --attack pgd:steps=50,restarts=10
+    After an interruption the same command goes on where it stopped.
+
+    Example: steelman evaluate runs/mine --eps 0.3 --suite fast --minutes 20
     """
     from steelman import measure
 
@@ -138,7 +134,9 @@ def evaluate(
         root=root,
         norm=norm,
         eps=eps,
+        suite=suite,
         attacks=attack or [],
+        minutes=minutes,
         weights=weights,
         layout=layout,
         head=head,
@@ -206,90 +204,7 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
 
     Example: steelman list attacks
     """
-    if kind is Kind.recipes:
-        _list_recipes()
-        return
-    from steelman.attacks import ATTACKS
-    from steelman.data import DATASETS
-    from steelman.heads import HEADS
-    from steelman.losses import LOSSES
-    from steelman.models import MODELS
-    from steelman.objectives import OBJECTIVES
-    from steelman.schedules import SCHEDULES
-    from steelman.settings import summary_of
-
-    registries: dict[Kind, dict[str, Any]] = {
-        Kind.attacks: ATTACKS,
-        Kind.objectives: OBJECTIVES,
-        Kind.models: MODELS,
-        Kind.heads: HEADS,
-        Kind.datasets: DATASETS,
-        Kind.schedules: SCHEDULES,
-        Kind.losses: {name: loss.function for name, loss in LOSSES.items()},
-    }
-    entries = registries[kind].items()
-    if kind is Kind.losses:
-        _print_table(("loss", "what it is"), [(name, summary_of(entry)) for name, entry in entries])
-        return
-    hidden = {"input_shape", "features", "num_classes", "guides"}
-    _print_table(
-        (kind.value.removesuffix("s"), "what it is", "options"),
-        [
-            (name, summary_of(entry) + (_kind_of(entry()) if kind is Kind.attacks else ""), _options(entry, hidden))
-            for name, entry in entries
-        ],
-    )
-
-
-def _kind_of(attack: Any) -> str:
-    """What an attack needs and what it is for, in brackets."""
-    words = [*(["black box"] if attack.black_box else []), *(["minimum norm"] if attack.minimum_norm else [])]
-    return f" ({'; '.join([*words, ', '.join(attack.norms)])})"
-
-
-def _options(entry: Any, hidden: set[str]) -> str:
-    from steelman.settings import options_of
-
-    shown = []
-    for name, parameter in options_of(entry).items():
-        if name in hidden:
-            continue
-        default = parameter.default
-        plain = isinstance(default, (int, float, str, bool, tuple)) or default is None
-        shown.append(f"{name}={default}" if plain and default is not parameter.empty else name)
-    return ", ".join(shown)
-
-
-def _list_recipes() -> None:
-    from steelman.recipes import load, recipes
-
-    sources = {name: load(path) for name, path in recipes().items()}
-    _print_table(
-        ("recipe", "what it does", "published in"),
-        [(name, str(source.get("description", "")).strip(), _published(source)) for name, source in sources.items()],
-    )
-
-
-def _published(source: dict[str, Any]) -> str:
-    """The papers and tables that a recipe's numbers are from: Pang et al. (2020), Tables 2, 5, rebuttal."""
-    papers: dict[str, dict[str, None]] = {}
-    for row in source.get("published") or []:
-        papers.setdefault(row["paper"], {})[row["table"]] = None
-    texts = []
-    for paper, tables in papers.items():
-        numbered = [table.removeprefix("Table ") for table in tables if table.startswith("Table ")]
-        first = [f"Table{'s' * (len(numbered) > 1)} {', '.join(numbered)}"] if numbered else []
-        texts.append(", ".join([paper, *first, *(table for table in tables if not table.startswith("Table "))]))
-    return "; ".join(texts)
-
-
-def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=place == 0)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    print_list(kind)
 
 
 @data_app.command("list")
@@ -300,7 +215,7 @@ def data_list() -> None:
     """
     from steelman.data import available
 
-    _print_table(("dataset", "status"), list(available().items()))
+    print_table(("dataset", "status"), list(available().items()))
 
 
 @data_app.command("get")

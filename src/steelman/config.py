@@ -17,7 +17,7 @@ from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
 from steelman.evaluation import DEFAULT_ATTACKS
-from steelman.evaluation.suites import RESERVED
+from steelman.evaluation.stages import RESERVED
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective, objections

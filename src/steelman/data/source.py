@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Images held in memory: uint8 (kept so, divided by 255 when asked for) or floating point in [0, 1].
+    """Images held in memory: uint8 (kept so, divided by 255 when asked for) or floating point within `bounds`.
 
     >>> source = ArraySource(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]))
     >>> source.shape, source.classes, source.images(torch.tensor([2])).shape
@@ -47,10 +47,14 @@ class ArraySource:
     """
 
     def __init__(
-        self, images: Tensor | NDArray[Any], labels: Tensor | NDArray[Any], classes: Sequence[str] | None = None
+        self,
+        images: Tensor | NDArray[Any],
+        labels: Tensor | NDArray[Any],
+        classes: Sequence[str] | None = None,
+        bounds: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         """Without `classes`, the classes are 0 up to the largest label."""
-        self._images = _checked_images(_tensor(images, "images"))
+        self._images = _checked_images(_tensor(images, "images"), bounds)
         self.labels = _checked_labels(_tensor(labels, "labels"), len(self._images), classes)
         self.classes = tuple(classes if classes is not None else map(str, range(int(self.labels.max()) + 1)))
         channels, height, width = self._images.shape[1:]
@@ -75,7 +79,7 @@ def _tensor(values: Tensor | NDArray[Any], what: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(native))
 
 
-def _checked_images(images: Tensor) -> Tensor:
+def _checked_images(images: Tensor, bounds: tuple[float, float]) -> Tensor:
     shape = tuple(images.shape)
     if len(shape) == 3:
         images = images[:, None]
@@ -85,19 +89,26 @@ def _checked_images(images: Tensor) -> Tensor:
         raise UserError(f"expected images of shape (N, C, H, W), got {shape}, which looks like (N, H, W, C); transpose")
     if not images.numel():
         raise UserError(f"expected at least one image, got shape {shape}")
-    if images.dtype == torch.uint8:
+    if images.dtype == torch.uint8 and bounds == (0.0, 1.0):
         return images
     if not images.is_floating_point():
-        raise UserError(f"expected images as uint8, or as floating point in [0, 1], got {images.dtype}")
+        kinds = (
+            "uint8, or as floating point in [0, 1]" if bounds == (0.0, 1.0) else f"floating point in {_range(bounds)}"
+        )
+        raise UserError(f"expected images as {kinds}, got {images.dtype}")
     low, high = (float(value) for value in images.aminmax())
     if not (np.isfinite(low) and np.isfinite(high)):
         bad = ~images.isfinite()
         first = int(bad.flatten(1).any(1).nonzero()[0])
         raise UserError(f"expected finite pixels, got {int(bad.sum())} NaN or infinite, the first in image {first}")
-    if low < 0 or high > 1:
-        hint = "; divide by 255" if low >= 0 and 1 < high <= 255 else ""
-        raise UserError(f"expected values in [0, 1], got {low:g} .. {high:g}{hint}")
+    if low < bounds[0] or high > bounds[1]:
+        hint = "; divide by 255" if bounds == (0.0, 1.0) and low >= 0 and 1 < high <= 255 else ""
+        raise UserError(f"expected values in {_range(bounds)}, got {low:g} .. {high:g}{hint}")
     return images
+
+
+def _range(bounds: tuple[float, float]) -> str:
+    return f"[{bounds[0]:g}, {bounds[1]:g}]"
 
 
 def _checked_labels(labels: Tensor, n: int, classes: Sequence[str] | None) -> Tensor:

@@ -6,27 +6,24 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import PGD, Search
+from steelman.attacks import Search
 from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
-from steelman.evaluation.checks import as_model, predictions
-from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests
+from steelman.evaluation.checks import ContractError, as_model, predictions
+from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness
 from steelman.evaluation.masking import flag, signs
-from steelman.evaluation.result import CurvePoint, Example, Flag, Score, StageRecord
-from steelman.evaluation.suites import Stage, Suite, describe
-from steelman.losses import margin, standardised
+from steelman.evaluation.result import Example, Flag, Score, StageRecord
+from steelman.evaluation.stages import Stage, Suite, describe
+from steelman.losses import margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-CURVE_ATTACK = PGD(steps=20)
-CURVE_SAMPLES = 500
 # The share of the samples on which a cascade measures signs of masking and the curve.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.05, 32, 200
 # What targeted attacks may break that untargeted ones left, before somebody should ask why.
@@ -47,7 +44,7 @@ class Runner:
     batch_size: int
     workers: int
     work: Work
-    advance: Callable[[int], None]
+    tell: Callable[[str, int, int], None]  # what is being done, how much of it is, and how much there is
 
     def __post_init__(self) -> None:
         dtype = as_model(self.model, torch.zeros(1), torch.device("cpu")).dtype
@@ -63,6 +60,7 @@ class Runner:
 
     def clean(self) -> None:
         """The model's answers to the images as they are."""
+        self._same_data()
         ledger = self.ledger
         for rows, part in self._batches("clean", torch.arange(self.total), self._look):
             ledger.label[rows], ledger.digest[rows] = self.source.labels[rows], part["digest"]
@@ -71,16 +69,25 @@ class Runner:
             ledger.forwards[rows] += 1
             ledger.broken_by[rows] = torch.where(part["guess"] == ledger.label[rows], ROBUST, WRONG)
             self.clean_seconds += float(part["seconds"])
-            self.advance(len(rows))
+            self.tell("clean", int(rows[-1]) + 1, self.total)
+
+    def _same_data(self) -> None:
+        """What a run that was interrupted has looked at must be what is there now."""
+        parts = dict(enumerate(self.parts(torch.arange(self.total))))
+        done = {f"clean-{batch:05d}": part for batch, part in parts.items() if self.work.has(f"clean-{batch:05d}")}
+        for name, (x, y, rows) in zip(done, stream(self.source, list(done.values()), None, self.workers), strict=True):
+            other = rows[digests(x, y) != self.work.batch(name, dict)["digest"]]
+            if len(other):
+                raise UserError(f"the data have changed since this evaluation began: sample {int(other[0])} is another")
 
     def _look(self, x: Tensor, y: Tensor, _: Tensor) -> dict[str, Tensor]:
         started = time.perf_counter()
         predictions(self.model, x, "clean")  # refuses what is not finite
-        logits = self._answers(x)
+        logits = self.answers(x)
         return {
             "digest": digests(x, y),
             "guess": logits.argmax(dim=1),
-            "margin": -margin(standardised(logits), y).double(),
+            "margin": nearness(logits, y),
             "lead": -margin(logits, y).double(),
             "seconds": torch.tensor(time.perf_counter() - started),
         }
@@ -91,11 +98,12 @@ class Runner:
         most = min(max(math.ceil(PILOT * self.total), PILOT_LEAST), PILOT_MOST)
         return self._drawn(rows, "pilot")[:most].sort().values
 
-    def signs(self) -> list[Flag]:
+    def signs(self, surrogates: Sequence[nn.Module] = ()) -> list[Flag]:
         """The flags that can be raised before any stage."""
         rows = self.pilot()
-        x, y = self._images(rows)
-        return signs(self.model, x, y, self.threat, index=self._index(rows), key=self.key.fold("signs"))
+        x, y = self.images(rows)
+        key, index = self.key.fold("signs"), self.index(rows)
+        return signs(self.model, x, y, self.threat, index=index, key=key, surrogates=surrogates)
 
     # The attacks.
 
@@ -124,6 +132,7 @@ class Runner:
             backwards += int(part["backwards"].sum())
             broken += int(part["broken"].sum())
             done += len(part_rows)
+            self.tell(stage.name, int(done), len(rows))
         left = int(self.ledger.right.sum()) - broken if self.suite.protocol else int(self.ledger.alive.sum())
         self.records.append(
             StageRecord(
@@ -160,7 +169,7 @@ class Runner:
         """What an attack leaves of some samples: no point counts that breaks a rule."""
         if not torch.equal(digests(x, y), self.ledger.digest[rows]):
             raise UserError("the data have changed since this evaluation began")
-        key, index, attack = self.key.fold(stage.name), self._index(rows), stage.attack
+        key, index, attack = self.key.fold(stage.name), self.index(rows), stage.attack
         started = time.perf_counter()
         counts = torch.zeros(2, len(rows), dtype=torch.int64)
         if isinstance(attack, Search):
@@ -175,7 +184,7 @@ class Runner:
         inside = self.threat.contains(x_adv, x)
         # A point outside may be anything, NaN included: the clean one stands in for it.
         x_adv = torch.where(inside[:, None, None, None], x_adv, x)
-        logits = self._answers(x_adv)
+        logits = self.answers(x_adv)
         finite = torch.isfinite(logits).all(dim=1)
         logits = torch.where(finite[:, None], logits, 0)
         lead = -margin(logits, y).double()
@@ -186,7 +195,7 @@ class Runner:
             "x_adv": x_adv,
             "broken": inside & finite & clear,
             "guess": logits.argmax(dim=1),
-            "margin": torch.where(finite, -margin(standardised(logits), y).double(), math.inf),
+            "margin": torch.where(finite, nearness(logits, y), math.inf),
             "lead": lead,
             "forwards": counts[0],
             "backwards": counts[1],
@@ -209,8 +218,8 @@ class Runner:
                     broken,
                     0,
                     "sound",
-                    f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random: the ranking by "
-                    "margin missed them, so every survivor was attacked at full cost",
+                    f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random; where they break "
+                    "one, every survivor is attacked at full cost",
                 )
             )
         by_name = {record.name: record for record in self.records}
@@ -222,7 +231,7 @@ class Runner:
                     share,
                     TARGETED_AHEAD,
                     "sound",
-                    f"targeted attacks broke {share:.0%} of the samples that untargeted ones had left",
+                    f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
                 )
             )
         if self.nonfinite:
@@ -237,30 +246,6 @@ class Runner:
                 )
             )
         return found
-
-    def curve(self) -> tuple[CurvePoint, ...]:
-        """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest."""
-        attack, ratios = CURVE_ATTACK, list(CURVE_RATIOS)
-        if self.suite.protocol:
-            rows = torch.arange(min(self.total, CURVE_SAMPLES))
-        else:
-            rows = self.pilot()
-            attack = dataclasses.replace(attack, loss="scale-invariant-cross-entropy")
-            ratios.append(max(whole_box(self.threat, self.source.shape) / self.threat.eps, 4.0))
-        correct = dict.fromkeys((0.0, *ratios), 0)
-        for part in self._parts(rows):
-            alive = part[self.ledger.right[part]]
-            correct[0.0] += len(alive)
-            for ratio in ratios:
-                x, y = self._images(alive)
-                wider = self.threat.at(self.threat.eps * ratio)
-                x_adv = attack(self.model, x, y, wider, index=self._index(alive), key=self.key.fold("curve"))
-                fooled = (self._answers(x_adv).argmax(dim=1) != y) & wider.contains(x_adv, x)
-                alive = alive[~fooled.cpu()]
-                correct[ratio] += len(alive)
-        return tuple(
-            CurvePoint(eps=self.threat.eps * ratio, correct=count, total=len(rows)) for ratio, count in correct.items()
-        )
 
     def scores(self) -> tuple[Score, ...]:
         """Clean, after each stage (in a protocol: under each attack), and the worst case."""
@@ -286,7 +271,7 @@ class Runner:
         """The first samples that the model got right, each where it came nearest to being wrong, or was."""
         ledger, found = self.ledger, []
         for row in ledger.right.nonzero()[:count, 0].tolist():
-            x, _ = self._images(torch.tensor([row]))
+            x, _ = self.images(torch.tensor([row]))
             tried = int(ledger.tried[row])
             found.append(
                 Example(
@@ -303,21 +288,21 @@ class Runner:
 
     # What all of them need.
 
-    def _parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
         return torch.split(rows, self.batch_size) if len(rows) else ()
 
     def _drawn(self, rows: Tensor, why: str) -> Tensor:
         """`rows` in an order that depends on the seed and on each sample's content."""
         return rows[self.key.fold(why).bits(self.ledger.digest[rows], 1)[:, 0].argsort(stable=True)]
 
-    def _index(self, rows: Tensor) -> Tensor:
+    def index(self, rows: Tensor) -> Tensor:
         return self.ledger.digest[rows].to(self.device)
 
     def _batches(
         self, name: str, rows: Tensor, compute: Callable[..., dict[str, Tensor]], deadline: float | None = None
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
-        parts = dict(enumerate(self._parts(rows)))
+        parts = dict(enumerate(self.parts(rows)))
         todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
         images = stream(self.source, todo, None, self.workers)
 
@@ -326,27 +311,26 @@ class Runner:
             return compute(*self._ready(x, y), part)
 
         for batch, part in parts.items():
-            if deadline is not None and time.monotonic() > deadline:
+            late = deadline is not None and time.monotonic() > deadline
+            if late and not self.work.has(f"{name}-{batch:05d}"):
                 return
             yield part, self.work.batch(f"{name}-{batch:05d}", fresh)
 
-    def _images(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def images(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return self._ready(self.source.images(rows), self.source.labels[rows])
 
     def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = as_model(self.model, x, self.device)
-        if len(x):
-            check_range(x, self.threat)
+        try:
+            if len(x):
+                check_range(x, self.threat)
+        except UserError as error:
+            raise ContractError("range", str(error)) from None
         return x, y.to(self.device)
 
-    def _answers(self, x: Tensor) -> Tensor:
+    def answers(self, x: Tensor) -> Tensor:
         """Logits in full precision, undisturbed."""
         if len(x) == 0:  # many a model cannot take none
             return torch.empty(0, 2, device=x.device)
         with untouched(self.model), torch.no_grad():
             return logits_of(self.model, x)
-
-
-def whole_box(threat: ThreatModel, shape: tuple[int, ...]) -> float:
-    """A radius at which every image can be turned into every other."""
-    return float((threat.high - threat.low) * math.prod(shape) ** (1 / threat.p))

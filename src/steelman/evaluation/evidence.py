@@ -3,6 +3,9 @@
 ``evidence.json`` holds what is claimed (settings, counts, verdict) and the SHA-256 of the other files;
 ``samples.safetensors`` a row a sample; ``adversarial-*.safetensors`` the images that broke the model. ``seal`` is the
 hash of all of it. Times are not in it: the same evaluation gives the same bytes.
+
+The seal tells a copy from a changed one; it does not tell who made it. Who can write the folder can seal it anew, and
+then only `verify` with the model and the data can tell true from false. Publish the seal to be held to it.
 """
 
 from __future__ import annotations
@@ -10,34 +13,39 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from steelman.errors import UserError
-from steelman.evaluation.ledger import Ledger
+from steelman.evaluation.ledger import Ledger, writing
 from steelman.evaluation.result import Evaluation
+from steelman.evaluation.schema import Claims
 from steelman.files import write_atomic
+from steelman.threat import ThreatModel
 
 FORMAT = 1
-SHARD = 512  # adversarial images in a file
-COLUMNS = (
-    "label",
-    "digest",
-    "clean",
-    "guess",
-    "broken_by",
-    "passes",
-    "margin",
-    "lead",
-    "forwards",
-    "backwards",
-)
+SHARD, SHARD_BYTES = 512, 1 << 26  # adversarial images in a file, and what they may take
+NAMES = re.compile(r"samples\.safetensors|adversarial-\d{4,9}\.safetensors")
+COLUMNS = {
+    "label": torch.int64,
+    "digest": torch.int64,
+    "clean": torch.int64,
+    "guess": torch.int64,
+    "broken_by": torch.int64,
+    "passes": torch.int64,
+    "margin": torch.float64,
+    "lead": torch.float64,
+    "forwards": torch.int64,
+    "backwards": torch.int64,
+}
 
 
 class DamagedError(UserError):
@@ -51,22 +59,37 @@ class Bundle:
     folder: Path
     record: dict[str, Any]
     samples: dict[str, Tensor]
+    threat: ThreatModel
 
     @property
     def seal(self) -> str:
         return str(self.record["seal"])
 
     def images(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows, adversarial images), a file at a time."""
-        for name in self.record["files"]:
-            if name.startswith("adversarial-"):
-                part = _tensors(self.folder / name, self.record["files"][name])
-                yield part["rows"], part["images"]
+        """(rows, adversarial images), a file at a time, rows in rising order over all of them."""
+        last, shape, n = -1, None, len(self.samples["label"])
+        for name in sorted(self.record["files"]):
+            if not name.startswith("adversarial-"):
+                continue
+            part, path = _tensors(self.folder / name, self.record["files"][name]), self.folder / name
+            if part.keys() != {"rows", "images"}:
+                raise DamagedError(f"{path}: expected rows and images, got {', '.join(sorted(part)) or 'nothing'}")
+            rows, images = part["rows"], part["images"]
+            if rows.dtype != torch.int64 or rows.dim() != 1 or len(rows) == 0:
+                raise DamagedError(f"{path}: expected a list of rows, got {rows.dtype} of shape {tuple(rows.shape)}")
+            if images.dtype not in (torch.float32, torch.float64) or images.dim() != 4 or len(images) != len(rows):
+                got = f"{images.dtype} of shape {tuple(images.shape)}"
+                raise DamagedError(f"{path}: expected {len(rows)} images in float32 or float64, got {got}")
+            if shape not in (None, (images.dtype, images.shape[1:])):
+                raise DamagedError(f"{path}: its images are of another kind than those of the files before it")
+            if not last < int(rows[0]) or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= n:
+                raise DamagedError(f"{path}: expected rising rows, each once, between {last + 1} and {n - 1}")
+            last, shape = int(rows[-1]), (images.dtype, images.shape[1:])
+            yield rows, images
 
 
 def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: Evaluation) -> str:
     """Write the evidence of an evaluation into `folder`; its seal."""
-    folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}
 
     def put(name: str, tensors: dict[str, Tensor]) -> None:
@@ -74,51 +97,97 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         files[name] = hashlib.sha256(content).hexdigest()
         write_atomic(folder / name, content)
 
-    put("samples.safetensors", {name: getattr(ledger, name) for name in COLUMNS})
-    broken = (ledger.broken_by >= 0).nonzero()[:, 0]
-    for shard, rows in enumerate(torch.split(broken, SHARD) if len(broken) else ()):
-        put(f"adversarial-{shard:04d}.safetensors", {"rows": rows, "images": ledger.kept(rows)})
-    verdict = None if found.verdict is None else dataclasses.asdict(found.verdict)
-    record = {
-        "format": FORMAT,
-        **settings,
-        "classes": list(found.classes),
-        "data_digest": data_digest(ledger.digest),
-        "clean_correct": int(ledger.right.sum()),
-        "robust_correct": int(ledger.alive.sum()),
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # That of an evaluation whose time ran out would not fit the files of the one that went on from it.
+        (folder / "evidence.json").unlink(missing_ok=True)
+        put("samples.safetensors", {name: getattr(ledger, name) for name in COLUMNS})
+        broken = (ledger.broken_by >= 0).nonzero()[:, 0]
+        image = ledger.kept(broken[:1])
+        size = max(min(SHARD, SHARD_BYTES // max(image.numel() * image.element_size(), 1)), 1)
+        for shard, rows in enumerate(torch.split(broken, size) if len(broken) else ()):
+            put(f"adversarial-{shard:04d}.safetensors", {"rows": rows, "images": ledger.kept(rows)})
+        record = {
+            "format": FORMAT,
+            **settings,
+            **claims(found),
+            "data_digest": data_digest(ledger.digest),
+            "clean_correct": int(ledger.right.sum()),
+            "robust_correct": int(ledger.alive.sum()),
+            "files": files,
+        }
+        record["seal"] = seal_of(record)
+        write_atomic(folder / "evidence.json", _text(record))
+    return str(record["seal"])
+
+
+def claims(found: Evaluation) -> dict[str, Any]:
+    """What an evaluation says that does not depend on the time it took, as JSON has it."""
+    said = {
+        "classes": found.classes,
         "stages": [
             {key: value for key, value in dataclasses.asdict(stage).items() if key != "seconds"}
             for stage in found.stages
         ],
-        "verdict": verdict,
-        "files": files,
+        "verdict": None if found.verdict is None else dataclasses.asdict(found.verdict),
+        "right": found.right,
+        "confusion": found.confusion,
+        "curve": [dataclasses.asdict(point) for point in found.curve],
+        "notes": found.notes,
+        "gallery": _gallery_digest(found),
     }
-    record["seal"] = seal_of(record)
-    write_atomic(folder / "evidence.json", json.dumps(record, indent=1, sort_keys=True).encode())
-    return str(record["seal"])
+    plain: dict[str, Any] = json.loads(json.dumps(said))
+    return plain
+
+
+def _gallery_digest(found: Evaluation) -> str:
+    digest = hashlib.sha256()
+    for one in found.gallery:
+        said = (one.index, one.label, one.clean_prediction, one.adversarial_prediction, one.attack)
+        digest.update(repr(said).encode())
+        for image in (one.clean, one.adversarial):
+            digest.update(image.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_bundle(folder: Path) -> Bundle:
     """Read evidence back; refuse any that was changed since."""
     path = folder / "evidence.json"
     try:
-        record = json.loads(path.read_text())
+        content = path.read_bytes()
+        record = json.loads(content)
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            got = record.get("format") if isinstance(record, dict) else type(record).__name__
+            raise UserError(f"{path}: expected evidence of format {FORMAT}, got {str(got)[:40]}")
+        if record.get("seal") != seal_of(record) or content != _text(record):
+            raise DamagedError(f"{path} was changed: its seal does not fit its content")
+        Claims.model_validate(record)
+        threat = ThreatModel(**record["threat"])
     except FileNotFoundError:
         raise UserError(f"no evidence in {folder}: evidence.json is missing") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        got = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{path}: expected evidence of format {FORMAT}, got {got!r}")
-    if record.get("seal") != seal_of(record):
-        raise DamagedError(f"{path} was changed: its seal does not fit its content")
-    unknown = {
-        name.name for pattern in ("adversarial-*.safetensors", "samples.safetensors") for name in folder.glob(pattern)
-    } - record["files"].keys()
-    if unknown:
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "threat"
+        raise DamagedError(f"{path} is damaged: {where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+    except UserError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {str(error)[:200]}") from None
+    for name in record["files"]:
+        if not NAMES.fullmatch(name):
+            raise DamagedError(f"{path} is damaged: no evidence is kept in a file called {name[:40]!r}")
+    there = {file.name for file in folder.iterdir() if NAMES.fullmatch(file.name)}
+    if unknown := there - record["files"].keys():
         raise DamagedError(f"{folder / min(unknown)} is not part of the evidence")
     samples = _tensors(folder / "samples.safetensors", record["files"].get("samples.safetensors", ""))
-    return Bundle(folder, record, samples)
+    for name, dtype in COLUMNS.items():
+        column = samples.get(name)
+        if column is None or column.dtype != dtype or column.shape != (record["total"],):
+            got = "none" if column is None else f"{column.dtype} of shape {tuple(column.shape)}"
+            raise DamagedError(f"samples.safetensors: expected {record['total']} rows of {name!r}, got {got}")
+    return Bundle(folder, record, samples, threat)
 
 
 def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
@@ -126,11 +195,13 @@ def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
         content = path.read_bytes()
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != expected:
         raise DamagedError(f"{path} was changed: its SHA-256 is not the one in evidence.json")
     try:
         return load(content)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
 
 
@@ -138,6 +209,10 @@ def seal_of(record: dict[str, Any]) -> str:
     """The SHA-256 of the claims, which hold those of the files."""
     content = {key: value for key, value in record.items() if key != "seal"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _text(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, indent=1, sort_keys=True).encode()
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -23,14 +23,15 @@ from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
-from steelman.evaluation.cascade import CURVE_ATTACK, Runner
-from steelman.evaluation.checks import check_contract, check_manners
+from steelman.evaluation.cascade import Runner
+from steelman.evaluation.checks import check_contract, check_manners, check_model
+from steelman.evaluation.curve import CURVE_ATTACK, accuracy_curve, levels_off
 from steelman.evaluation.evidence import weights_digest, write_bundle
-from steelman.evaluation.ledger import WRONG, Ledger, Work
-from steelman.evaluation.masking import flag
-from steelman.evaluation.result import CurvePoint, Evaluation, Flag, Trust, Verdict
+from steelman.evaluation.ledger import WRONG, Ledger, Work, writing
+from steelman.evaluation.result import Evaluation, Flag, Trust, Verdict
 from steelman.evaluation.selftest import self_test
-from steelman.evaluation.suites import Suite, describe, protocol, suite_named
+from steelman.evaluation.stages import Suite, describe, protocol
+from steelman.evaluation.suites import suite_named
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -57,6 +58,7 @@ def evaluate(
     out: Path | None = None,
     curve: bool = True,
     gallery: int = 8,
+    surrogates: Sequence[nn.Module] = (),
     workers: int = 0,
     device: torch.device | None = None,
     console: Console | None = None,
@@ -69,7 +71,8 @@ def evaluate(
 
     Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `samples` takes only the first that
     many; `minutes` ends a cascade when they are over, with what is known by then; `out` is where evidence is kept, and
-    where an evaluation that was interrupted goes on.
+    where an evaluation that was interrupted goes on; `surrogates` are other models for the same task, whose adversarial
+    points are tried on this one to see whether its gradients mislead.
 
     >>> from steelman.heads import linear
     >>> net = nn.Sequential(nn.Flatten(), linear(16, 2)).eval()
@@ -78,19 +81,19 @@ def evaluate(
     >>> found.verdict.correct <= found.score("clean").correct
     True
     """
+    started = time.monotonic()
     chosen = _chosen(suite, threat)
     if samples is not None and samples < 1:
         raise UserError(f"samples: expected at least 1, got {samples}")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes: expected a time above 0, got {minutes}")
-    source = _source(x, y)
+    check_model(model)
+    source = _source(x, y, threat)
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     classes = check_contract(model, source, threat, device)
     random = check_manners(model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages))
     total = len(source) if samples is None else min(samples, len(source))
     names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
-    if not chosen.protocol:
-        self_test(chosen, model, source, threat, classes, device)
     settings = {
         "model": name,
         "weights": weights_digest(model),
@@ -103,9 +106,9 @@ def evaluate(
         "versions": versions(),
     }
     with contextlib.ExitStack() as stack:
-        advance = stack.enter_context(_shown(console, f"evaluating {name}", total))
+        tell = stack.enter_context(_progress(console, name))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="steelman-"))) if out is None else out
-        work = Work(place / "work", settings)
+        work = stack.enter_context(Work(place / "work", settings))
         run = Runner(
             model=model,
             source=source,
@@ -117,14 +120,16 @@ def evaluate(
             batch_size=batch_size,
             workers=workers,
             work=work,
-            advance=advance,
+            tell=tell,
         )
         run.clean()
-        flags = [] if chosen.protocol else run.signs()
-        run.stages(flags, time.monotonic() + 60 * minutes if minutes else None)
+        if not chosen.protocol:
+            self_test(chosen, model, source, threat, classes, device)
+        flags = [] if chosen.protocol else run.signs(surrogates)
+        run.stages(flags, started + 60 * minutes if minutes else None)
         # The curve is PGD's, and whoever asks for black-box attacks alone may have no gradient.
         blind = all(getattr(stage.attack, "black_box", False) for stage in chosen.stages)
-        points = run.curve() if curve and not blind else ()
+        points = accuracy_curve(run) if curve and not blind else ()
         found = Evaluation(
             model=name,
             data=data_name,
@@ -141,15 +146,18 @@ def evaluate(
             curve_attack=f"PGD-{CURVE_ATTACK.steps}",
             gallery=run.examples(gallery if source.shape[0] in (1, 3) else 0),
             notes=tuple(run.notes()),
-            verdict=_verdict(run, [*flags, *run.doubts(), *_levels_off(points, chosen)], random=random),
+            verdict=_verdict(run, [*flags, *run.doubts(), *levels_off(points, chosen)], random=random),
             stages=tuple(run.records),
+            right=tuple(torch.bincount(run.ledger.label[run.ledger.right], minlength=classes).tolist()),
             confusion=_confusion(run.ledger, classes),
             margins=tuple(round(value, 6) for value in run.ledger.margin[run.ledger.alive].sort().values.tolist()),
         )
         if out is not None:
-            write_bundle(out, settings, run.ledger, found)
-            found.save(out)
-            work.close()
+            with writing(out):
+                write_bundle(out, settings, run.ledger, found)
+                found.save(out)
+            if run.complete:  # else the same call, with more time, goes on from here
+                work.close()
     return found
 
 
@@ -159,31 +167,14 @@ def _chosen(suite: str | Suite | Mapping[str, Attack], threat: ThreatModel) -> S
     return suite_named(suite, threat) if isinstance(suite, str) else protocol(suite)
 
 
-def _source(x: Tensor | Source, y: Tensor | None) -> Source:
+def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
     if isinstance(x, Source):
         if y is not None:
             raise UserError("expected y None with a source, which has its own labels")
         return x
     if y is None:
         raise UserError("expected labels y with images x, got None")
-    return ArraySource(x, y)
-
-
-def _levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
-    """Whether accuracy stays up where every image can be turned into every other."""
-    if suite.protocol or not points or not points[0].correct:
-        return []
-    left = points[-1].correct / points[0].correct
-    return [
-        flag(
-            "accuracy levels off",
-            left,
-            0.05,
-            "suspect",
-            f"with a radius at which any image can become any other, {left:.0%} of the samples tried still withstand "
-            "the attack: it does not work on this model",
-        )
-    ]
+    return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
 def _verdict(run: Runner, flags: list[Flag], *, random: bool) -> Verdict:
@@ -207,6 +198,7 @@ def _verdict(run: Runner, flags: list[Flag], *, random: bool) -> Verdict:
         flags=tuple(flags),
         complete=run.complete,
         escalated=run.escalated,
+        protocol=run.suite.protocol,
     )
 
 
@@ -247,3 +239,16 @@ def _shown(console: Console | None, title: str, total: int) -> Iterator[Any]:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def _progress(console: Console | None, name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A line that says what is being done, where somebody can see it."""
+    if console is None or not console.is_terminal:
+        yield lambda *_: None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(f"evaluating {name}")
+        yield lambda what, done, total: bar.update(
+            task, description=f"{name}: {what}", completed=done, total=max(total, 1)
+        )

@@ -6,31 +6,76 @@ Each sign is a figure measured on a few samples, a limit, and what follows when 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS
 from steelman.attacks.base import input_gradient, logits_of, untouched
 from steelman.errors import UserError
+from steelman.evaluation.checks import coarse
 from steelman.evaluation.result import Flag, Trust
-from steelman.losses import adversarial_loss
+from steelman.losses import adversarial_loss, margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-STEPS, STARTS, QUERIES = 20, 3, 200
-TINY = 1e-12  # a slope below this is none
+STEPS, STARTS, QUERIES, HALVINGS = 20, 3, 200, 10
+TINY = 1e-6  # a slope that changes the margin by less than this part of the logits' spread, from end to end of the box
 
 
-def signs(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, *, index: Tensor, key: Key) -> list[Flag]:
-    """The flags of a model on a few samples that it gets right."""
+class Seen:
+    """What a model answered on the way; copies of it, such as a thread's, write into the same."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, int, int]] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Seen:
+        return self
+
+    def share(self, place: int) -> float:
+        total = sum(count[0] for count in self.counts)
+        return sum(count[place] for count in self.counts) / max(total, 1)
+
+
+class Watched(nn.Module):
+    """A model, and how many of its answers were undefined or lost in roundings: attacks pass over such points, and
+    would not tell."""
+
+    def __init__(self, model: nn.Module, seen: Seen) -> None:
+        super().__init__()
+        self.model, self.seen = model, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        fixed = logits.detach()
+        finite = fixed.isfinite().all(dim=1)
+        self.seen.counts.append((len(x), int((~finite).sum()), int((coarse(fixed) & finite).sum())))
+        return logits
+
+
+def signs(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    threat: ThreatModel,
+    *,
+    index: Tensor,
+    key: Key,
+    surrogates: Sequence[nn.Module] = (),
+) -> list[Flag]:
+    """The flags of a model on a few samples that it gets right; `surrogates` are models whose adversarial points are
+    tried on it too."""
     if len(x) == 0:
         return []
+    seen, one_more = Seen(), 1 / len(x)
+    watched = Watched(model, seen)
 
-    def broken(name: str, **options: object) -> Tensor:
-        attack = ATTACKS[name](**options)
-        return attack.run(model, x, y, threat, index=index, key=key.fold("signs")).success
+    def attacked(name: str, on: nn.Module = watched, start: int = 0, **options: object) -> tuple[Tensor, Tensor]:
+        found = ATTACKS[name](**options).run(on, x, y, threat, index=index, key=key.fold("signs", start))
+        return found.success, found.x_adv
 
-    slopes = _slopes(model, x, y)
+    slopes = _slopes(model, x, y, threat)
     flat = _share(slopes < TINY) if slopes is not None else 1.0
     flags = [
         flag(
@@ -42,69 +87,120 @@ def signs(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, *, index:
             " attack has nothing to climb",
         )
     ]
+    white = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    reached = x
     if slopes is not None:
-        loss = "scale-invariant-cross-entropy"
-        iterated = ATTACKS["bim"](steps=STEPS, step_size=2.5 * threat.eps / STEPS, loss=loss)
-        found = iterated.run(model, x, y, threat, index=index, key=key.fold("signs"))
-        many, stuck = found.success, _share(_stuck(model, x, found.x_adv, y, loss) & ~found.success)
+        # Steps forget a loss's scale, and this one rises where its gradient is followed: standardised ones need not,
+        # for the spread they are divided by rises too (and of two classes they are constants).
+        loss = "margin"
+        many, reached = attacked("bim", steps=STEPS, step_size=2.5 * threat.eps / STEPS, loss=loss)
+        stuck = _share(_stuck(model, x, reached, y, loss) & ~many)
         flags.append(
             flag(
                 "loss does not rise",
                 stuck,
-                0.05 + 1 / len(x),
+                0.05 + one_more,
                 "suspect",
                 f"for {stuck:.0%} of the samples tried {STEPS} steps found no point with a higher loss than the image "
                 "itself",
             )
         )
-        one = broken("fgsm", loss=loss)
+        one, _ = attacked("fgsm", loss=loss)
         jump = _share(one & ~many)
         flags.append(
             flag(
                 "one step stronger",
                 jump,
-                0.02 + 1 / len(x),
+                0.05 + one_more,
                 "suspect",
                 f"one step breaks {jump:.0%} of the samples tried that {STEPS} steps do not: the loss is too rough to "
                 "climb in small steps",
             )
         )
-        outcomes = torch.stack(
-            [
-                ATTACKS["pgd"](steps=STEPS, loss=loss)
-                .run(model, x, y, threat, index=index, key=key.fold("starts", start))
-                .success
-                for start in range(STARTS)
-            ]
-        )
-        white = many | one | outcomes.any(dim=0)
-        differ = _share(outcomes.any(dim=0) & ~outcomes.all(dim=0))
+        starts = [attacked("pgd", start=start + 1, steps=STEPS, loss=loss)[0] for start in range(STARTS)]
+        some, every = torch.stack(starts).any(dim=0), torch.stack(starts).all(dim=0)
+        white = many | one | some
+        differ = _share(some & ~every)
         flags.append(
             flag(
                 "starts disagree",
                 differ,
-                0.2 + 1 / len(x),
+                0.2 + one_more,
                 "suspect",
                 f"for {differ:.0%} of the samples tried it depends on the random start whether the attack succeeds: "
                 "more starts would break more",
             )
         )
-    else:
-        white = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    if threat.norm in ATTACKS["square"]().norms:
-        blind = broken("square", queries=QUERIES)
-        ahead = _share(blind & ~white)
+    # Square knows no l1; an estimated gradient is a blind guess in any norm.
+    square = threat.norm in ATTACKS["square"]().norms
+    blind, _ = attacked("square", queries=QUERIES) if square else attacked("spsa", steps=10, pairs=QUERIES // 20)
+    ahead = _share(blind & ~white)
+    flags.append(
+        flag(
+            "black box stronger",
+            ahead,
+            0.05 + one_more,
+            "suspect",
+            f"{QUERIES} guesses without a gradient break {ahead:.0%} of the samples tried that gradient attacks do "
+            "not: the gradients mislead",
+        )
+    )
+    if surrogates:
+        carried = torch.zeros_like(white)
+        for surrogate in surrogates:
+            _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin")
+            carried |= _wrong(model, points, y) & threat.contains(points, x)
+        gained = _share(carried & ~white)
         flags.append(
             flag(
-                "black box stronger",
-                ahead,
-                0.05 + 1 / len(x),
+                "transfer stronger",
+                gained,
+                0.05 + one_more,
                 "suspect",
-                f"{QUERIES} random guesses without a gradient break {ahead:.0%} of the samples tried that gradient "
-                "attacks do not: the gradients mislead",
+                f"points made for another model break {gained:.0%} of the samples tried that gradient attacks on this "
+                "one do not: its gradients mislead",
             )
         )
-    return flags
+    return [*flags, *_answers(watched, x, reached, y, seen)]
+
+
+def _answers(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, seen: Seen) -> list[Flag]:
+    """The flags of answers that are none: not finite, lost in roundings, or another each time."""
+    right, wrong = x, reached
+    for _ in range(HALVINGS):  # towards where the answer changes, for that is where a little noise decides
+        middle = (right + wrong) / 2
+        fooled = _wrong(model, middle, y)[:, None, None, None]
+        right, wrong = torch.where(fooled, right, middle), torch.where(fooled, middle, wrong)
+    with untouched(model), torch.no_grad():
+        first, second = (logits_of(model, torch.cat((x, reached, right, wrong))) for _ in range(2))
+    noisy = _share((first != second).any(dim=1))
+    undefined, lost = seen.share(1), seen.share(2)
+    return [
+        flag(
+            "random answers",
+            noisy,
+            0,
+            "suspect",
+            f"{noisy:.0%} of the points tried get another answer when asked again: the model is random near the "
+            "images; attack its mean answer with eot",
+        ),
+        flag(
+            "undefined answers",
+            undefined,
+            0,
+            "invalid",
+            f"{undefined:.2%} of the points tried inside the threat model have NaN or infinite logits: what the model "
+            "answers there is not defined",
+        ),
+        flag(
+            "coarse answers",
+            lost,
+            0.05,
+            "suspect",
+            f"at {lost:.0%} of the points tried the logits differ by less than the roundings of numbers of their "
+            "size: which class leads there cannot be told",
+        ),
+    ]
 
 
 def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Flag:
@@ -112,16 +208,19 @@ def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Fla
     return Flag(name=name, figure=figure, limit=limit, raised=figure > limit, trust=trust, text=text)
 
 
-def _slopes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor | None:
-    """The largest entry of each sample's gradient of the margin; None if the model gives no gradient."""
+def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor | None:
+    """How much the margin would change from one end of the box to the other along its gradient, as a part of the
+    logits' spread, so that the logits' scale does not matter; None if the model gives no gradient."""
     with untouched(model), torch.enable_grad():
         points = x.detach().clone().requires_grad_(True)
-        losses = adversarial_loss("margin", logits_of(model, points), y)
+        logits = logits_of(model, points)
+        spread = (logits.amax(dim=1) - logits.amin(dim=1)).detach()
         try:
-            gradient = input_gradient(losses, points)
+            gradient = input_gradient(margin(logits, y), points)
         except UserError:
             return None
-    return gradient.flatten(1).abs().amax(dim=1)
+    size = gradient.flatten(1).double().abs().sum(dim=1) * (threat.high - threat.low)
+    return torch.where(size > 0, size / spread.double(), 0)
 
 
 def _stuck(model: nn.Module, x: Tensor, x_adv: Tensor, y: Tensor, loss: str) -> Tensor:
@@ -129,6 +228,11 @@ def _stuck(model: nn.Module, x: Tensor, x_adv: Tensor, y: Tensor, loss: str) -> 
     with untouched(model), torch.no_grad():
         before, after = (adversarial_loss(loss, logits_of(model, points), y) for points in (x, x_adv))
     return ~(after > before)
+
+
+def _wrong(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with untouched(model), torch.no_grad():
+        return logits_of(model, x).argmax(dim=1) != y
 
 
 def _share(which: Tensor) -> float:

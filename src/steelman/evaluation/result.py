@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from scipy.stats import binomtest
+from scipy.special import betaincinv
 from torch import Tensor
 
 from steelman.errors import UserError
@@ -24,8 +24,12 @@ def interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float,
     >>> round(low, 4), round(high, 4)
     (0.1871, 0.8129)
     """
-    found = binomtest(correct, total).proportion_ci(confidence, method="exact")
-    return float(found.low), float(found.high)
+    if not 0 <= correct <= total or total < 1:
+        raise UserError(f"expected 0 .. {total} of at least one sample, got {correct}")
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(correct, total - correct + 1, tail)) if correct else 0.0
+    high = float(betaincinv(correct + 1, total - correct, 1 - tail)) if correct < total else 1.0
+    return low, high
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,7 @@ class Verdict:
     """How many samples no attack broke, and how far that may be believed.
 
     `complete` is False when the time ran out before the suite was through; `escalated` says that doubt made the whole
-    of AutoAttack run on every survivor.
+    of AutoAttack run on every survivor; `protocol` that each attack was run on every sample, and nothing else.
     """
 
     correct: int
@@ -104,6 +108,7 @@ class Verdict:
     flags: tuple[Flag, ...]
     complete: bool = True
     escalated: bool = False
+    protocol: bool = False
 
     @property
     def robust_accuracy(self) -> float:
@@ -133,8 +138,8 @@ class Evaluation:
     """One model, one dataset, one threat model: scores, accuracy against eps, a gallery, and all that is needed to
     read the numbers (settings, seed, count, versions).
 
-    Of a cascade, also its verdict, its stages, and by class how many samples were `right`, `held` and taken for which
-    other class (`confusion`: rows are true classes, columns answers under attack).
+    Also the verdict, the stages, the survivors' smallest margins, and by class how many samples were `right` when left
+    alone and what they were taken for under attack (`confusion`: rows are true classes, columns answers).
     """
 
     model: str
@@ -154,6 +159,7 @@ class Evaluation:
     notes: tuple[str, ...] = ()
     verdict: Verdict | None = None
     stages: tuple[StageRecord, ...] = ()
+    right: tuple[int, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
     margins: tuple[float, ...] = ()
 
@@ -203,6 +209,7 @@ class Evaluation:
         record["stages"] = tuple(StageRecord(**stage) for stage in record.get("stages", ()))
         record["confusion"] = tuple(map(tuple, record.get("confusion", ())))
         record["margins"] = tuple(record.get("margins", ()))
+        record["right"] = tuple(record.get("right", ()))
         verdict = record.get("verdict")
         if verdict is not None:
             flags = tuple(Flag(**flag) for flag in verdict["flags"])

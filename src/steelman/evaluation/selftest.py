@@ -8,31 +8,34 @@ import math
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import Search
+from steelman.attacks import Attack
+from steelman.attacks.base import logits_of, untouched
 from steelman.data.source import Source
 from steelman.evaluation.checks import ContractError, as_model
-from steelman.evaluation.suites import Suite
+from steelman.evaluation.stages import Suite
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-# How much of the radius each kind of attack is given to spare. Random search needs far more than a gradient.
-SPARE_WHITE, SPARE_BLACK = 0.9, 0.4
+# At which part of the radius each kind of attack must find the boundary. Random search needs it far nearer than who has
+# a gradient, and most of all in l2, where each guess moves a few pixels far.
+SPARE_WHITE, SPARE_BLACK, SPARE_BLACK_L2 = 0.9, 0.4, 0.1
 PLANTS = 4  # samples, for a random search may be unlucky with one
 
 
 class Line(nn.Module):
     """Two classes, or more that never win: z_1 - z_0 = (w . (x - centre)) / ||w||_q - distance.
 
-    From the centre the boundary is exactly `distance` away in the norm p.
+    From the centre the boundary is exactly `distance` away in the norm p. The weights are of one size and of random
+    sign; of one sign if `plain`, for a random search of a few hundred guesses learns no thousand signs.
     """
 
-    def __init__(self, centre: Tensor, distance: float, classes: int, p: float) -> None:
+    def __init__(self, centre: Tensor, distance: float, classes: int, p: float, *, plain: bool = False) -> None:
         super().__init__()
         self.weight: Tensor
         self.centre: Tensor
-        signs = 2.0 * (Key(0).fold("line").uniform(torch.zeros(1), (centre.numel(),))[0] < 0.5) - 1
-        q = 1.0 if p == math.inf else 2.0 if p == 2 else math.inf
-        self.register_buffer("weight", (signs / torch.linalg.vector_norm(signs, ord=q)).to(centre))
+        drawn = Key(0).fold("line").uniform(torch.zeros(1), (centre.numel(),))[0]
+        signs = torch.where((drawn < 0.5) & (not plain), -1.0, 1.0)
+        self.register_buffer("weight", (signs / torch.linalg.vector_norm(signs, ord=_dual(p))).to(centre))
         self.register_buffer("centre", centre.flatten())
         self.distance, self.classes = distance, classes
 
@@ -43,19 +46,24 @@ class Line(nn.Module):
 
 
 class Planted(nn.Module):
-    """A model with a weakness: towards `direction`, a wrong class of `seed` overtakes all others half way to eps."""
+    """A model with a weakness: towards `direction`, a wrong class of `seed` overtakes all others well before eps."""
 
     def __init__(self, model: nn.Module, seed: Tensor, label: int, threat: ThreatModel) -> None:
         super().__init__()
         self.model, self.seed = model, seed
         middle = (threat.low + threat.high) / 2
         self.direction = torch.where(seed < middle, 1.0, -1.0).to(seed)  # where there is room to go
-        q = 1.0 if threat.p == math.inf else 2.0 if threat.p == 2 else math.inf
-        self.reach = reach(threat, seed.numel()) * float(torch.linalg.vector_norm(self.direction.flatten(), ord=q))
-        with torch.no_grad():
-            logits = model(seed[None])[0]
-        self.other = (label + 1) % len(logits)
-        self.gain = 4 * float(logits.max() - logits.min()) + 1
+        size = float(torch.linalg.vector_norm(self.direction.flatten(), ord=_dual(threat.p)))
+        self.reach = reach(threat, seed.numel()) * size
+        # The whole way to where it is widest open: a model may be louder there than at the image.
+        way = torch.linspace(0, 1, 5, device=seed.device, dtype=seed.dtype).view(-1, 1, 1, 1)
+        there = threat.project((seed + reach(threat, seed.numel()) * self.direction)[None], seed[None])
+        with untouched(model), torch.no_grad():
+            logits = logits_of(model, seed + way * (there - seed))
+        if not torch.isfinite(logits).all():
+            raise ContractError("logits", "the model gives NaN or infinite logits at points inside the threat model")
+        self.other = (label + 1) % logits.shape[1]
+        self.gain = 4 * float((logits.amax(dim=1) - logits.amin(dim=1)).max()) + 1
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.model(x)
@@ -75,44 +83,70 @@ def reach(threat: ThreatModel, pixels: int) -> float:
 def self_test(
     suite: Suite, model: nn.Module, source: Source, threat: ThreatModel, classes: int, device: torch.device
 ) -> None:
-    """Refuse a suite whose attacks miss what is there, or find what is not."""
-    first = as_model(model, source.images(torch.tensor([0])), device)
+    """Refuse a suite whose attacks miss what is there."""
+    first = as_model(model, source.images(torch.arange(min(PLANTS, len(source)))), device)
     centre = torch.full_like(first[0], (threat.low + threat.high) / 2)
     x, y = centre.repeat(PLANTS, 1, 1, 1), torch.zeros(PLANTS, dtype=torch.int64, device=device)
     whole = reach(threat, centre.numel())
-    seen: list[Search] = []
+    tested: list[Attack] = []
     for stage in suite.stages:
-        attack = stage.attack
-        if not isinstance(attack, Search) or attack in seen:
+        if stage.attack in tested:
             continue
-        seen.append(attack)
-        spare = SPARE_BLACK if attack.black_box else SPARE_WHITE
-        line = Line(centre, spare * whole, classes, threat.p)
-        if not bool(attack.run(line, x, y, threat).success.any()):
+        tested.append(stage.attack)
+        blind = _blind(stage.attack)
+        spare = SPARE_WHITE if not blind else SPARE_BLACK_L2 if threat.norm == "l2" else SPARE_BLACK
+        line = Line(centre, spare * whole, classes, threat.p, plain=blind)
+        if not bool(_breaks(stage.attack, line, x, y, threat).any()):
             raise ContractError(
                 "self-test",
                 f"{stage.name} misses a linear model whose boundary is at {spare:.0%} of the radius; nothing that it "
                 "says of another model can be believed",
             )
-    if isinstance(seen[0], Search) and not seen[0].black_box:
-        _planted(seen[0], model, first[0], threat)
+    climbing = [attack for attack in tested if not _blind(attack)]
+    if climbing:
+        _check_gradient(model, first)
+        _planted(climbing[0], model, first, threat)
 
 
-def _planted(attack: Search, model: nn.Module, seed: Tensor, threat: ThreatModel) -> None:
-    """The first attack on a copy of the model with a weakness near one image."""
-    modes = [module.training for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            label = int(model(seed[None]).argmax())
-        weak = Planted(model, seed, label, threat)
-        found = attack.run(weak, seed[None], torch.tensor([label], device=seed.device), threat)
-    finally:
-        for module, training in zip(model.modules(), modes, strict=True):
-            module.training = training
-    if not bool(found.success.all()):
+def _planted(attack: Attack, model: nn.Module, seeds: Tensor, threat: ThreatModel) -> None:
+    """An attack on the model with a weakness near one image. One of a few is enough: on a rough model a single attack
+    may be unlucky, on all of them it is not."""
+    for seed in seeds:
+        with untouched(model), torch.no_grad():
+            label = logits_of(model, seed[None]).argmax(dim=1)
+        weak = Planted(model, seed, int(label), threat)
+        if bool(_breaks(attack, weak, seed[None], label, threat).all()):
+            return
+    raise ContractError(
+        "self-test",
+        "a weakness planted in a copy of the model was not found; the model, the range or the radius keeps the "
+        "attacks from working",
+    )
+
+
+def _check_gradient(model: nn.Module, x: Tensor) -> None:
+    with untouched(model), torch.enable_grad():
+        logits = logits_of(model, x.clone().requires_grad_(True))
+    if not logits.requires_grad:
         raise ContractError(
-            "self-test",
-            "a weakness planted in a copy of the model was not found; the model, the range or the radius keeps the "
-            "attacks from working",
+            "gradient",
+            "the model gives no gradient with respect to its input, and these attacks climb one; let it through, or "
+            "ask for black-box attacks alone, such as square",
         )
+
+
+def _breaks(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor:
+    """Where the attack's points lie inside the threat model and fool the model; its own word does not count."""
+    x_adv = attack(model, x, y, threat)
+    if x_adv.shape != x.shape:
+        return torch.zeros(len(x), dtype=torch.bool)
+    with untouched(model), torch.no_grad():
+        return threat.contains(x_adv, x) & (logits_of(model, x_adv).argmax(dim=1) != y)
+
+
+def _blind(attack: Attack) -> bool:
+    return bool(getattr(attack, "black_box", False))
+
+
+def _dual(p: float) -> float:
+    return {math.inf: 1.0, 2.0: 2.0, 1.0: math.inf}[p]

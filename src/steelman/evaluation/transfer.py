@@ -25,7 +25,7 @@ from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
 from steelman.evaluation.harness import _shown, versions
 from steelman.evaluation.result import Score, interval
-from steelman.evaluation.suites import describe
+from steelman.evaluation.stages import describe
 from steelman.files import write_atomic
 from steelman.rng import Key
 from steelman.threat import ThreatModel

@@ -8,6 +8,8 @@ from typing import Any
 
 from steelman.evaluation.result import Evaluation, Score
 
+CLEAN, WORST = "clean", "worst case"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -17,10 +19,27 @@ class Entry:
     evaluation: Evaluation | None
     history: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def cascade(self) -> Evaluation | None:
+        """The evaluation, if it is a cascade's."""
+        verdict = self.evaluation.verdict if self.evaluation else None
+        return self.evaluation if verdict and not verdict.protocol else None
+
+    @property
+    def doubt(self) -> str:
+        """The trust in the verdict, unless that is sound."""
+        verdict = self.evaluation.verdict if self.evaluation else None
+        return verdict.trust if verdict and verdict.trust != "sound" else ""
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Accuracy clean, under each attack, and under all; a cascade's stages meet only what others left of it."""
+        scores = self.evaluation.scores if self.evaluation else ()
+        return tuple(score for score in scores if not self.cascade or score.name in (CLEAN, WORST))
+
     def score(self, name: str) -> Score | None:
         """The score called `name`, or None if this model was not measured so."""
-        scores = self.evaluation.scores if self.evaluation else ()
-        return next((score for score in scores if score.name == name and score.total > 0), None)
+        return next((score for score in self.scores if score.name == name and score.total > 0), None)
 
     def metric(self, key: str) -> list[tuple[float, float | None]]:
         """(epoch, value) for each epoch of the history; a missing, null or infinite value is None.

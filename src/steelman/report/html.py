@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.resources
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from markupsafe import Markup
 from steelman.errors import UserError
 from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score, interval
 from steelman.files import write_atomic
-from steelman.report import text
-from steelman.report.entry import Entry
+from steelman.report import text, verdict
+from steelman.report.classes import classes
+from steelman.report.entry import CLEAN, WORST, Entry
 from steelman.report.images import data_uri, scaled_perturbation
 from steelman.report.plots import Chart, Line, Point, Style, axis, eps_axis, percent_axis
 
@@ -33,6 +35,7 @@ _METRICS = {  # key in the history: title of its chart
     "eps": "Training radius eps",
     "lr": "Learning rate",
 }
+REACH = 4  # a chart of accuracy against eps ends at the latest at this many times the radius in question
 _FRACTIONS = ("validation_robust", "validation_clean", "train_accuracy")
 
 
@@ -64,6 +67,11 @@ def render(entries: Sequence[Entry], *, title: str, intro: str = "") -> str:
         evaluated=[(entry, look) for entry, look in models if entry.evaluation],
         columns=text.columns(entries),
         groups=text.groups(entries),
+        unnamed=text.UNNAMED,
+        judgements=verdict.judgements(models),
+        breaks=verdict.breaks(models),
+        margins=verdict.margins(models),
+        classes=classes(models),
         finding=_finding(entries),
         curves=_curves(models),
         training=_training(models),
@@ -82,7 +90,7 @@ def _environment() -> Environment:
     )
     for function in (text.percent, text.bounds, text.accuracy, text.radius, text.norm_name, text.options):
         environment.filters[function.__name__] = function
-    environment.tests["attack"] = lambda name: name not in (text.CLEAN, text.WORST)
+    environment.tests["attack"] = lambda name: name not in (CLEAN, WORST)
     return environment
 
 
@@ -94,16 +102,17 @@ class _Finding:
     clean: Score | None
     worst: Score
     rivals: list[str]
+    doubt: str
 
 
 def _finding(entries: Sequence[Entry]) -> _Finding | None:
     """None where nothing was attacked, or where models were evaluated under different conditions."""
-    found = [(entry, score) for entry in entries if (score := entry.score(text.WORST))]
+    found = [(entry, score) for entry in entries if (score := entry.score(WORST))]
     if not found or len(text.groups(entries)) > 1:
         return None
     best, worst = max(found, key=lambda pair: pair[1].accuracy)
     rivals = [entry.name for entry, score in found if entry is not best and score.interval[1] >= worst.interval[0]]
-    return _Finding(name=best.name, clean=best.score(text.CLEAN), worst=worst, rivals=rivals)
+    return _Finding(name=best.name, clean=best.score(CLEAN), worst=worst, rivals=rivals, doubt=best.doubt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,40 +123,50 @@ class _Curve:
     norm: str
     attacks: list[str]
     counts: list[int]
+    drawn: bool  # whether a cascade drew its samples
     wide: Chart
     narrow: Chart
     rows: list[tuple[float, list[CurvePoint | None]]]
 
+    @property
+    def beyond(self) -> list[tuple[float, list[CurvePoint | None]]]:
+        """The radii that the chart has no room for."""
+        return [(eps, points) for eps, points in self.rows if eps > self.wide.x.high]
+
 
 def _curves(models: Sequence[tuple[Entry, Style]]) -> list[_Curve]:
-    together: dict[tuple[str, str], list[tuple[str, Style, Evaluation]]] = {}
+    together: dict[tuple[str, str], list[tuple[Entry, Style, Evaluation]]] = {}
     for entry, style in models:
         if entry.evaluation and entry.evaluation.curve:
             key = (entry.evaluation.data, entry.evaluation.norm)
-            together.setdefault(key, []).append((entry.name, style, entry.evaluation))
+            together.setdefault(key, []).append((entry, style, entry.evaluation))
     return [_curve(f"curve{i}", data, norm, group) for i, ((data, norm), group) in enumerate(together.items())]
 
 
-def _curve(key: str, data: str, norm: str, group: Sequence[tuple[str, Style, Evaluation]]) -> _Curve:
+def _curve(key: str, data: str, norm: str, group: Sequence[tuple[Entry, Style, Evaluation]]) -> _Curve:
     found = [{point.eps: point for point in evaluation.curve if point.total > 0} for _, _, evaluation in group]
     targets = {evaluation.eps for _, _, evaluation in group}
     radii = sorted({eps for points in found for eps in points})
+    # A cascade also tries a radius at which any image can become any other, far from all the rest.
+    reach = REACH * max(targets) or math.inf
+    near = [eps for eps in radii if eps <= reach]
     target = targets.pop() if len(targets) == 1 else None
     wide = Chart(
         id=f"{key}-wide",
         title=f"Accuracy against eps, {text.norm_name(norm)}, {data}",
-        x=eps_axis([*radii, *([target] if target else [])], in_255ths=any(map(text.in_255ths, radii))),
+        x=eps_axis([*near, *([target] if target else [])], in_255ths=any(map(text.in_255ths, near))),
         y=percent_axis("accuracy"),
         lines=tuple(
             Line(
-                name=name,
+                name=entry.name,
                 style=style,
                 points=tuple(
                     Point(eps, point.correct / point.total, *interval(point.correct, point.total))
                     for eps, point in sorted(points.items())
+                    if eps <= reach
                 ),
             )
-            for (name, style, _), points in zip(group, found, strict=True)
+            for (entry, style, _), points in zip(group, found, strict=True)
         ),
         rule=(target, f"eps = {text.radius(target)}") if target else None,
         width=860,
@@ -159,6 +178,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[str, Style, Eva
         norm=norm,
         attacks=list(dict.fromkeys(evaluation.curve_attack for _, _, evaluation in group)),
         counts=sorted({point.total for points in found for point in points.values()}),
+        drawn=any(entry.cascade for entry, _, _ in group),
         wide=wide,
         narrow=dataclasses.replace(wide, id=f"{key}-narrow", width=340, height=270),
         rows=[(eps, [points.get(eps) for points in found]) for eps in radii],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 COLOURS, DASHES = 6, 4  # the style sheet defines this many of each
@@ -28,6 +28,15 @@ class Point(NamedTuple):
     y: float | None
     low: float | None = None
     high: float | None = None
+    name: str = ""  # said instead of the line's
+
+
+class Bar(NamedTuple):
+    """A bar of a histogram: from `start` to `end` on the x axis, up to `height`."""
+
+    start: float
+    end: float
+    height: float
 
 
 class Style(NamedTuple):
@@ -64,13 +73,14 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A linear axis from `low` to `high`, and how its values are written."""
+    """A linear axis from `low` to `high`, how its values are written, and what they are called in a sentence."""
 
     label: str
     low: float
     high: float
     ticks: tuple[float, ...]
     text: Callable[[float], str]
+    name: str = ""
 
 
 def percent_axis(label: str) -> Axis:
@@ -124,15 +134,43 @@ def axis(label: str, values: Iterable[float], *, count: int = 5, whole: bool = F
     return Axis(label=label, low=ticks[0], high=high if snug else ticks[-1], ticks=ticks, text=lambda v: f"{v:.4g}")
 
 
+def log_axis(label: str, name: str, values: Iterable[float]) -> Axis:
+    """An axis from 1 to the largest of `values`; what is drawn along it are logarithms to the base 10."""
+    high = max(1.0, *(math.log10(value) for value in values))
+    ticks = tuple(p + q for p in range(math.floor(high) + 1) for q in (0.0, math.log10(3)) if p + q <= high)
+    return Axis(
+        label=label, low=0.0, high=high, ticks=ticks, text=lambda v: f"{float(f'{10**v:.3g}'):,.10g}", name=name
+    )
+
+
+def histogram(values: Sequence[float], ends: tuple[float, float], count: int) -> tuple[Bar, ...]:
+    """How many of `values` fall into each of `count` equal parts between `ends`; the last part holds its end.
+
+    >>> [bar.height for bar in histogram([0.0, 0.1, 0.9, 1.0], (0.0, 1.0), 2)]
+    [2, 2]
+    """
+    low, high = ends
+    width = (high - low) / count
+    heights = [0] * count
+    for value in values:
+        heights[min(max(int((value - low) / width), 0), count - 1)] += 1
+    return tuple(Bar(low + k * width, low + (k + 1) * width, height) for k, height in enumerate(heights))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A line chart with interval bands, in the SVG's own units: x to the right, y down, origin at the top left."""
+    """A chart of lines with interval bands, or of bars.
+
+    In the SVG's own units: x to the right, y down, origin at the top left.
+    """
 
     id: str
     title: str
     x: Axis
     y: Axis
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    said: str = ""  # what the chart shows, where its lines do not say it
     rule: tuple[float, str] | None = None  # a vertical line at this x, and what it means
     width: int = 340
     height: int = 220
@@ -166,12 +204,12 @@ class Chart:
         return " ".join(paths)
 
     def marks(self, line: Line, most: int = 12) -> list[tuple[float, float, str]]:
-        """(x, y, text) of the markers: every point of a short line, about `most` spread over a long one."""
+        """(x, y, text) of the markers: every point of a short line or with a name, about `most` of a long one."""
         points = [point for run in line.runs() for point in run]
-        stride = math.ceil(len(points) / most)
+        stride = 1 if any(point.name for point in points) else math.ceil(len(points) / most)
         chosen = sorted({*range(0, len(points), max(1, stride)), *([len(points) - 1] if points else [])})
         return [
-            (self.across(point.x), self.down(point.y), f"{line.name}: {self._say(point)}")
+            (self.across(point.x), self.down(point.y), f"{point.name or line.name}: {self._say(point)}")
             for point in (points[i] for i in chosen)
             if point.y is not None
         ]
@@ -179,7 +217,7 @@ class Chart:
     @property
     def description(self) -> str:
         """The chart in words: where each line starts and ends."""
-        said = []
+        said = [self.said] if self.said else []
         for line in self.lines:
             points = [point for run in line.runs() for point in run]
             ends = [self._say(point) for point in (points[:1] + points[-1:] if len(points) > 1 else points)]
@@ -191,7 +229,7 @@ class Chart:
         text = self.y.text(point.y)
         if point.low is not None and point.high is not None:
             text += f" [{self.y.text(point.low)}, {self.y.text(point.high)}]"
-        return f"{text} at {self.x.label} {self.x.text(point.x)}"
+        return f"{text} at {self.x.name or self.x.label} {self.x.text(point.x)}"
 
     def _path(self, points: Iterable[tuple[float, float]]) -> str:
         return "M" + "L".join(f"{self.across(x):g},{self.down(y):g}" for x, y in points)

@@ -1,4 +1,4 @@
-"""The scores as a table for the terminal."""
+"""The scores as a table for the terminal, and the verdict in lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from steelman.evaluation.result import Evaluation
 from steelman.report.entry import Entry
-from steelman.report.text import accuracy, columns, groups
+from steelman.report.text import accuracy, columns, groups, norm_name, radius
+
+_COLOURS = {"sound": "bold green", "suspect": "bold yellow", "invalid": "bold red"}
 
 
 def scores_table(entries: Sequence[Entry]) -> Table:
@@ -26,7 +29,8 @@ def scores_table(entries: Sequence[Entry]) -> Table:
         table.add_column(Text(name), justify="right", min_width=len("[88.9, 93.1]"))
     for entry in entries:
         scores = [entry.score(name) for name in names]
-        table.add_row(Text(entry.name), *(Text(accuracy(score) if score else "–") for score in scores))
+        name = f"{entry.name} ({entry.doubt})" if entry.doubt else entry.name
+        table.add_row(Text(name), *(Text(accuracy(score) if score else "–") for score in scores))
     return table
 
 
@@ -39,3 +43,34 @@ def _caption(entries: Sequence[Entry]) -> Text:
     lines = ["Not evaluated alike; compare with care."]
     lines += [f"{', '.join(names)}: {text}." for text, names in found.items()]
     return Text("\n".join([*lines, "Brackets: 95% Clopper-Pearson interval."]))
+
+
+def verdict_text(evaluation: Evaluation) -> Text:
+    """The verdict in lines: robust accuracy and what it rests on, its trust, the reasons, and what the attacks did.
+
+    Nothing without a verdict.
+    """
+    verdict = evaluation.verdict
+    if verdict is None:
+        return Text()
+    # Text throughout, not markup: a reason or a suite may hold brackets.
+    text = Text(f"Robust accuracy {accuracy(verdict)}", style="bold")
+    ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
+    text.append(f"  n = {verdict.total}, {ball}, suite {verdict.suite}, seed {evaluation.seed}\n", style="not bold")
+    bound = verdict.protocol and verdict.trust == "sound"
+    word, colour = ("upper bound", "bold cyan") if bound else (verdict.trust, _COLOURS[verdict.trust])
+    text.append("Trust: ", style="not bold")
+    text.append(word, style=colour)
+    if not verdict.complete:
+        text.append(", not complete", style="not bold")
+    if verdict.escalated:
+        text.append(", escalated: all of AutoAttack on every survivor", style="not bold")
+    for reason in verdict.reasons:
+        text.append(f"\n  - {reason}", style="not bold")
+    if evaluation.stages and not verdict.protocol:
+        broke = ", ".join(f"{stage.name} {stage.broken}" for stage in evaluation.stages if stage.broken)
+        forwards = sum(stage.forwards for stage in evaluation.stages) / verdict.total
+        backwards = sum(stage.backwards for stage in evaluation.stages) / verdict.total
+        cost = f"{forwards:,.0f} F + {backwards:,.0f} B a sample"
+        text.append(f"\nBroken by: {broke or 'nothing'}. Cost: {cost}.", style="not bold")
+    return text

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steelman.evaluation.result import CurvePoint, Evaluation, Score, interval
-from steelman.report.entry import Entry
+from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, interval
+from steelman.report.entry import CLEAN, WORST, Entry
 
-CLEAN, WORST = "clean", "worst case"
+UNNAMED = "custom"  # the suite of attacks that were given one by one
 
 _NORMS = {"linf": "L∞", "l0": "L0", "l1": "L1", "l2": "L2"}
 
@@ -30,8 +30,8 @@ def bounds(ends: tuple[float, float]) -> str:
     return f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
 
 
-def accuracy(found: Score | CurvePoint) -> str:
-    """A score or a point of a curve as "91.2% [88.9, 93.1]"."""
+def accuracy(found: Score | CurvePoint | Verdict) -> str:
+    """A score, a verdict or a point of a curve as "91.2% [88.9, 93.1]"."""
     return f"{percent(found.correct / found.total)} {bounds(interval(found.correct, found.total))}"
 
 
@@ -75,6 +75,8 @@ def conditions(evaluation: Evaluation) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
     text = f"{evaluation.data}, n = {evaluation.total}, {ball}, seed {evaluation.seed}"
+    if evaluation.verdict and evaluation.verdict.suite != UNNAMED:
+        text += f", suite {evaluation.verdict.suite}"
     return f"{text}; {versions}" if versions else text
 
 
@@ -89,6 +91,6 @@ def groups(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 def columns(entries: Sequence[Entry]) -> list[str]:
     """The scores to show: clean first, each attack in order of appearance, the worst case last."""
-    names = dict.fromkeys(score.name for e in entries if e.evaluation for score in e.evaluation.scores)
+    names = dict.fromkeys(score.name for entry in entries for score in entry.scores)
     attacks = [name for name in names if name not in (CLEAN, WORST)]
     return [*([CLEAN] if CLEAN in names else []), *attacks, *([WORST] if WORST in names else [])]

@@ -1,0 +1,197 @@
+"""The verdict beside AutoAttack: robust accuracy, wall time, passes, and the samples that only one of them broke.
+
+    python benchmarks/verdict.py            # both models; interrupted, it goes on at the next part
+    python benchmarks/verdict.py --quick    # 10 images: does it work?
+    python benchmarks/verdict.py --all      # and the MNIST model on all 10,000 test images with `standard`
+
+AutoAttack is torchattacks' port with its official budgets, if it can be imported, and this package's `full`, which has
+the same components and budgets. The models and images are those of benchmarks/attacks.py. `fast` and `standard` run
+with five seeds. Times are wall seconds of the whole call, with self-test, flags, sentinel and curve. Writes
+docs/verdict-autoattack.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attacks import Case, cifar, judge, trades
+from torch import Tensor
+
+from steelman.evaluation import evaluate, interval
+from steelman.evaluation.evidence import read_bundle
+from steelman.evaluation.harness import versions
+from steelman.threat import ThreatModel
+
+SEEDS = range(5)
+
+
+def kept(path: Path, compute: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What is in a file already, or is computed now and put there."""
+    if not path.exists():
+        path.write_text(json.dumps(compute(*arguments)))
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def ours(case: Case, suite: str, seed: int, folder: Path, batch_size: int) -> dict[str, Any]:
+    """One verdict of this package; which samples it broke, from its evidence."""
+    threat = ThreatModel(eps=case.eps["linf"])
+    started = time.perf_counter()
+    found = evaluate(
+        case.model, case.x, case.y, threat, suite, name=case.label, seed=seed, batch_size=batch_size, out=folder
+    )
+    seconds = time.perf_counter() - started
+    samples = read_bundle(folder).samples
+    assert found.verdict is not None
+    return {
+        "robust": found.verdict.correct,
+        "seconds": seconds,
+        "forwards": int(samples["forwards"].sum()) / len(case.x),
+        "backwards": int(samples["backwards"].sum()) / len(case.x),
+        "left": (samples["broken_by"] == -1).nonzero()[:, 0].tolist(),
+        "trust": found.verdict.trust,
+        "reasons": list(found.verdict.reasons),
+        "escalated": found.verdict.escalated,
+        "stages": [[stage.name, stage.attacked, stage.broken, stage.left] for stage in found.stages],
+    }
+
+
+def port(case: Case, batch_size: int) -> dict[str, Any]:
+    """torchattacks' AutoAttack, standard version, with its passes counted."""
+    count = {"forwards": 0}
+    handle = case.model.register_forward_hook(lambda _, inputs, __: _add(count, inputs[0]))
+    library = importlib.import_module("torchattacks")
+    threat = ThreatModel(eps=case.eps["linf"])
+    points = []
+    started = time.perf_counter()
+    with torch.no_grad():
+        right = torch.cat([case.model(part).argmax(dim=1) for part in case.x.split(batch_size)]) == case.y
+    attack = library.AutoAttack(case.model, norm="Linf", eps=threat.eps, version="standard", n_classes=10, seed=0)
+    for x, y, keep in zip(case.x.split(batch_size), case.y.split(batch_size), right.split(batch_size), strict=True):
+        part = x.clone()
+        if keep.any():
+            part[keep] = attack(x[keep], y[keep])
+        points.append(part.detach())
+    seconds = time.perf_counter() - started
+    handle.remove()
+    broken = judge(case, threat, torch.cat(points), case.model)
+    left = (right & ~broken).nonzero()[:, 0].tolist()
+    return {"robust": len(left), "seconds": seconds, "forwards": count["forwards"] / len(case.x), "left": left}
+
+
+def _add(count: dict[str, int], x: Tensor) -> None:
+    count["forwards"] += len(x)
+
+
+def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """A model's table, as Markdown."""
+    n = len(case.x)
+    lines = [
+        f"## {case.label}",
+        "",
+        f"{n} images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took on average.",
+        "",
+        "| verdict | seed | robust | 95% interval | F | B | seconds | only it / only AutoAttack | time ratio | trust |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = next(iter(official.values()))
+    for name, record in official.items():
+        lines.append(
+            f"| {name} | 0 | {record['robust'] / n:.2%} | {_interval(record['robust'], n)} | {record['forwards']:.0f} "
+            f"| {record.get('backwards', float('nan')):.0f} | {record['seconds']:.0f} | | 1/"
+            f"{base['seconds'] / record['seconds']:.1f} | |"
+        )
+    for suite, records in runs.items():
+        for seed, record in enumerate(records):
+            theirs, mine = set(base["left"]), set(record["left"])
+            lines.append(
+                f"| {suite} | {seed} | {record['robust'] / n:.2%} | {_interval(record['robust'], n)} "
+                f"| {record['forwards']:.0f} | {record['backwards']:.0f} | {record['seconds']:.1f} "
+                f"| {len(theirs - mine)} / {len(mine - theirs)} | 1/{base['seconds'] / record['seconds']:.0f} "
+                f"| {record['trust']}{', escalated' if record['escalated'] else ''} |"
+            )
+    return [*lines, ""]
+
+
+def _interval(correct: int, n: int) -> str:
+    low, high = interval(correct, n)
+    return f"{low:.1%} .. {high:.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--quick", action="store_true", help="10 images; prints the page only")
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=250)
+    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--trades", type=Path, default=Path("../shared/models/trades_mnist_smallcnn.pt"))
+    parser.add_argument("--models", type=Path, default=Path("runs/bench-attacks"), help="where the CIFAR-10 model is")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench-verdict"))
+    parser.add_argument("--out", type=Path, default=Path("docs/verdict-autoattack.md"))
+    parser.add_argument("--which", nargs="*", default=["mnist", "cifar"])
+    parser.add_argument("--official", nargs="*", default=["torchattacks", "full"])
+    parser.add_argument("--all", action="store_true", help="the MNIST model on all 10,000 images with `standard`")
+    options = parser.parse_args()
+    samples = 10 if options.quick else options.samples
+    lines = [
+        "# The verdict beside AutoAttack",
+        "",
+        "Written by `make bench-verdict`: one run, the same images and model for all, batches of",
+        f"{options.batch_size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
+        "official budgets; `full` has the same components and budgets on this package's engine. Time ratios are to",
+        "the first row. Nobody's word is taken: a sample counts as broken if its point is in the threat model and",
+        "the model, in full precision, gets it wrong.",
+        "",
+    ]
+    for which in options.which:
+        case = (
+            trades(options.trades, samples)
+            if which == "mnist"
+            else cifar(options.models, samples, standard=False, quick=False)
+        )
+        folder = options.work / f"{which}-{samples}"
+        folder.mkdir(parents=True, exist_ok=True)
+        size = options.batch_size
+        runs = {
+            suite: [
+                kept(folder / f"{suite}-{seed}.json", ours, case, suite, seed, folder / f"{suite}-{seed}", size)
+                for seed in range(options.seeds)
+            ]
+            for suite in ("fast", "standard")
+        }
+        official = {}
+        if "torchattacks" in options.official:
+            official["AutoAttack (torchattacks)"] = kept(folder / "torchattacks.json", port, case, size)
+        if "full" in options.official:
+            official["full"] = kept(folder / "full.json", ours, case, "full", 0, folder / "full", size)
+        lines += table(case, official, runs)
+        print("\n".join(lines), flush=True)
+    if options.all:
+        case = trades(options.trades, 10_000)
+        folder = options.work / "mnist-10000"
+        folder.mkdir(parents=True, exist_ok=True)
+        place = folder / "standard"
+        record = kept(folder / "standard.json", ours, case, "standard", 0, place, options.batch_size)
+        lines += [
+            "## All 10,000 images of MNIST",
+            "",
+            f"`standard`, seed 0: {record['robust'] / 10_000:.2%} in {record['seconds']:.0f} s, trust {record['trust']}"
+            f"{', escalated' if record['escalated'] else ''}; AutoAttack, as published for this model: 92.81%.",
+            "",
+        ]
+    lines += [f"Versions: {', '.join(f'{name} {value}' for name, value in versions().items())}.", ""]
+    text = "\n".join(lines)
+    print(text)
+    if not options.quick:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The commands that read evidence: verify, compare and gate. None of them attacks anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from steelman.errors import UserError
+from steelman.listing import console, print_table
+
+if TYPE_CHECKING:
+    from steelman.data import Dataset
+    from steelman.evaluation.compare import Comparison
+
+app = typer.Typer()
+
+
+def _refuse(word: str, reason: str) -> typer.Exit:
+    """Say in a sentence why the answer is no; the exit code is 1, and that of a mistake 2."""
+    Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{word}: ", "bold red"), reason))
+    return typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    console.print(Text(text), soft_wrap=True)
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, with its evidence.json.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model: a run's folder; or a name or package.module:factory, with --weights."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
+    head: Annotated[str, typer.Option(help="Head of a model given by name, such as he or he:scale=10.")] = "linear",
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
+    ] = None,
+) -> None:
+    """Check evidence without attacking again; with the model and the data, put every image to the model.
+
+    The exit code is 0 if it is accepted, 1 if it is rejected, and 2 for a mistake in the command.
+
+    Example: steelman verify runs/mine/evaluations/linf-0.3 --model runs/mine
+    """
+    import torch
+
+    from steelman.evaluation import verify as check
+    from steelman.evaluation.evidence import DamagedError
+    from steelman.subjects import subject
+
+    if model is None and (weights or layout or option or head != "linear"):
+        raise UserError("--weights, --layout, --head and --option: expected --model with them")
+    net, dataset = None, None
+    if model is None:
+        dataset = _dataset(data, root)
+    else:
+        asked = subject(model, data=data, root=root, weights=weights, layout=layout, head=head, options=option or [])
+        net, dataset = asked.load()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = check(
+            bundle,
+            model=net.to(device) if net is not None else None,
+            source=dataset.test if dataset is not None else None,
+            device=device,
+        )
+    except DamagedError as error:
+        raise _refuse("rejected", str(error)) from None
+    done = [
+        f"that nothing was changed since it was sealed, and that the counts of {found.samples} samples are right",
+        f"that there is an image for each of the {found.broken} broken ones, inside the range",
+    ]
+    left = [f"whether an attack would break one of the {found.robust} that withstood: only an attack can tell"]
+    (done if found.data else left).append(
+        "that the data are those that were evaluated, and each image is within the radius of its clean one"
+        + ("" if found.data else ": give --data")
+    )
+    (done if found.model else left).append(
+        "that the weights are those that were evaluated, and the model answers each image as claimed"
+        + ("" if found.model else ": give --model")
+    )
+    _say(f"accepted: {bundle}, seal {found.seal}")
+    for word, what in (("checked", done), ("not checked", left)):
+        for one in what:
+            _say(f"  {word}: {one}")
+    if found.rounded is not None:
+        _say(f"  {found.rounded} of the {found.broken} images still fool the model when they are rounded to 8 bits")
+
+
+def _dataset(data: str | None, root: Path | None) -> Dataset | None:
+    from steelman import data as datasets
+    from steelman.config import name_and_options
+
+    if data is None:
+        if root is not None:
+            raise UserError("--root: expected --data with it")
+        return None
+    name, where = name_and_options(data)
+    return datasets.load(name, **{**where, **({"root": root} if root else {})})
+
+
+@app.command()
+def compare(
+    bundles: Annotated[list[str], typer.Argument(help="Folders of evaluations. NAME=FOLDER names one.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page, or a folder for report.html; by default in runs/comparisons.")
+    ] = None,
+) -> None:
+    """Compare verdicts: accuracies with 95% intervals, and a paired test for each two on the samples they share.
+
+    The test is McNemar's, exact; with more than one pair, p is corrected by Holm's method.
+
+    Example: steelman compare pgd=runs/mine/evaluations/linf-0.3 trades=runs/theirs/evaluations/linf-0.3
+    """
+    from steelman.evaluation import Evaluation
+    from steelman.evaluation.compare import compare as compared
+    from steelman.report import Entry, html
+    from steelman.subjects import free_name
+
+    page = out if out is None or out.suffix == ".html" else out / "report.html"
+    if page is not None and page.exists():
+        raise UserError(f"--out: {page} is there already; choose another name, or delete it")
+    folders = _named(bundles)
+    found = compared(folders)
+    if page is None:
+        page = free_name(Path("runs") / "comparisons" / f"{found.threat.norm}-{found.threat.eps:.4g}") / "report.html"
+    _print_comparison(found)
+    sentences = [*(pair.text for pair in found.pairs), *found.notes]
+    html.write(
+        page,
+        [Entry(name=name, evaluation=Evaluation.load(folder)) for name, folder in folders.items()],
+        title=" and ".join(folders) if len(folders) == 2 else f"{len(folders)} models compared",
+        intro="\n\n".join(f"{text[:1].upper()}{text[1:]}." for text in sentences),
+    )
+    _say(f"report: {page}")
+
+
+def _named(texts: Sequence[str]) -> dict[str, Path]:
+    """Folders by name: the given one; else the model's; else, where two models are called the same, the folder."""
+    from steelman.evaluation.evidence import read_bundle
+
+    given: list[tuple[str, Path]] = []
+    for text in texts:
+        name, equals, place = text.partition("=")
+        if not equals or Path(text).is_dir():
+            name, place = "", text
+        elif not name or not place:
+            raise UserError(f"expected an evaluation as NAME=FOLDER, got {text!r}")
+        given.append((name, Path(place)))
+    own = [name or str(read_bundle(folder).record["model"]) for name, folder in given]
+    found: dict[str, Path] = {}
+    for (name, folder), model in zip(given, own, strict=True):
+        label = name or (model if own.count(model) == 1 else str(folder))
+        if label in found:
+            raise UserError(f"two evaluations are called {label!r}; name them, as in NAME={folder}")
+        found[label] = folder
+    return found
+
+
+def _print_comparison(found: Comparison) -> None:
+    from steelman.report.text import accuracy
+
+    print_table(
+        ("model", "clean [95% interval]", "robust [95% interval]", "n", "trust", "suite"),
+        [
+            (
+                model.name,
+                accuracy(model.clean),
+                accuracy(model.robust),
+                str(model.robust.total),
+                model.standing,
+                model.suite,
+            )
+            for model in found.models
+        ],
+    )
+    console.print()
+    corrected = ("corrected p",) if len(found.pairs) > 1 else ()
+    print_table(
+        ("pair", "in common", "only the first", "only the second", "both", "p", *corrected),
+        [
+            (
+                f"{pair.first}, {pair.second}",
+                *map(str, (pair.common, pair.only_first, pair.only_second, pair.both)),
+                f"{pair.p:.3g}",
+                *([f"{pair.corrected:.3g}"] if corrected else []),
+            )
+            for pair in found.pairs
+        ],
+    )
+    console.print()
+    for text in (*(pair.text for pair in found.pairs), *(f"note: {note}" for note in found.notes)):
+        _say(text)
+
+
+@app.command()
+def gate(
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, with its evidence.json.")],
+    min_robust: Annotated[
+        float, typer.Option(help="What the lower end of the 95% interval of robust accuracy must reach, 0 .. 1.")
+    ],
+    min_clean: Annotated[float, typer.Option(help="The same for clean accuracy.")] = 0.0,
+    allow_suspect: Annotated[
+        bool, typer.Option("--allow-suspect", help="Let a suspect verdict pass, or one of attacks given one by one.")
+    ] = False,
+) -> None:
+    """Pass or fail a verdict, for a CI job: it must be high enough, complete and sound.
+
+    The exit code is 0 if it passes, 1 if it fails, and 2 if the evidence cannot be read or was changed.
+
+    Example: steelman gate runs/mine/evaluations/linf-0.3 --min-robust 0.45
+    """
+    from steelman.evaluation import interval
+    from steelman.evaluation import verify as check
+    from steelman.evaluation.evidence import read_bundle
+
+    for name, least in (("--min-robust", min_robust), ("--min-clean", min_clean)):
+        if not 0 <= least <= 1:
+            raise UserError(f"{name}: expected a share of the samples, 0 .. 1, got {least:g}")
+    check(bundle)
+    record = read_bundle(bundle).record
+    verdict = record["verdict"]
+    if verdict is None:
+        raise UserError(f"{bundle}: expected evidence with a verdict, this has none")
+    reasons = []
+    for what, least in (("robust", min_robust), ("clean", min_clean)):
+        low, high = interval(record[f"{what}_correct"], record["total"])
+        share = record[f"{what}_correct"] / record["total"]
+        measured = f"{what} accuracy {share:.2%}, 95% interval {low:.2%} .. {high:.2%}, n = {record['total']}"
+        if low < least:
+            reasons.append(f"{measured}: the lower end is below {least:.2%}")
+        elif what == "robust":
+            passed = f"{measured}: the lower end is at least {least:.2%}"
+    if verdict["trust"] not in (("sound", "suspect") if allow_suspect else ("sound",)):
+        reasons.append(f"the verdict is {verdict['trust']} ({'; '.join(verdict['reasons'])})")
+    if record["suite"]["protocol"] and not allow_suspect:
+        reasons.append("only given attacks were run, and no sign of masking was looked for: evaluate with a suite")
+    if not verdict["complete"]:
+        reasons.append("the evaluation is not complete")
+    if reasons:
+        raise _refuse("failed", "; ".join(reasons))
+    _say("; ".join([f"passed: {passed}", f"trust: {verdict['trust']}", *verdict["reasons"]]))

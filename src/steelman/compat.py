@@ -1,0 +1,300 @@
+"""A drop-in for scripts written for the AutoAttack package: ``from steelman.compat import AutoAttack``.
+
+The constructor, the methods, what they return and the attributes that scripts set are those of Croce and Hein's
+package; what runs is this one's: every point is checked, and the answer comes with a verdict (``evaluation``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from steelman.attacks import ATTACKS, Search
+from steelman.data.source import ArraySource
+from steelman.errors import UserError, unknown
+from steelman.evaluation.checks import ContractError, as_model, predictions
+from steelman.evaluation.evidence import Bundle, data_digest, read_bundle, weights_digest
+from steelman.evaluation.harness import evaluate
+from steelman.evaluation.ledger import digests
+from steelman.evaluation.result import Evaluation
+from steelman.evaluation.stages import Stage, Suite, describe, protocol
+from steelman.settings import make
+from steelman.threat import ORDER, Norm, ThreatModel, norms
+
+NORMS: dict[str, Norm] = {"Linf": "linf", "L2": "l2", "L1": "l1"}
+VERSIONS = ("standard", "plus", "rand", "custom")
+# Where a script finds each attack's settings, and what they are called here.
+KNOBS = {"apgd-ce": "apgd", "apgd-dlr": "apgd", "apgd-t": "apgd_targeted", "fab": "fab", "fab-t": "fab"}
+KNOBS |= {"square": "square"}
+OPTIONS = {"n_iter": "steps", "n_restarts": "restarts", "n_target_classes": "targets"}
+OPTIONS |= {"n_queries": "queries", "p_init": "p", "resc_schedule": "rescale"}
+# What each attack is called in a suite: as in the suite "full", so that the same seed gives the same noise.
+LABELS = {name: "Square" if name == "square" else name.upper() for name in KNOBS}
+
+
+class Knobs(types.SimpleNamespace):
+    """Settings of an attack that a script may change by their names; a name that is none of them is refused."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self):
+            raise unknown("setting", name, vars(self))
+        super().__setattr__(name, value)
+
+
+class AutoAttack:
+    """AutoAttack by its own interface, for any number of classes from two.
+
+    Differences: without a `seed` it is 0, not the clock's, so that a run can be repeated; `state_path` is a folder,
+    which keeps the evidence when the run is done; the model is attacked on the device it is on, and `device` is for a
+    function that has none. A model that nothing true can be said of (random without version 'rand', in train mode, with
+    answers that depend on the batch) is refused, where the package warns. In L1 there is no Square here, and Auto-PGD
+    does not begin with larger radii.
+
+    `evaluation` is the whole answer of the last run: the verdict and how far to trust it, every attack's passes.
+
+    Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+    attacks"; the interface is that of github.com/fra31/auto-attack.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
+    >>> x = torch.rand(8, 1, 4, 4)
+    >>> adversary = AutoAttack(net, eps=0.1, version="custom", attacks_to_run=["apgd-ce"], verbose=False)
+    >>> adversary.run_standard_evaluation(x, net(x).argmax(dim=1), bs=4).shape
+    torch.Size([8, 1, 4, 4])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[Tensor], Tensor],
+        norm: str = "Linf",
+        eps: float = 0.3,
+        seed: int | None = None,
+        verbose: bool = True,
+        attacks_to_run: Sequence[str] = (),
+        version: str = "standard",
+        is_tf_model: bool = False,
+        device: str | torch.device = "cuda",
+        log_path: str | Path | None = None,
+    ) -> None:
+        if is_tf_model:
+            raise UserError("is_tf_model: expected False, got True; this attacks PyTorch models only")
+        if norm not in NORMS:
+            raise unknown("norm", norm, NORMS)
+        if version != "custom" and len(attacks_to_run):
+            raise UserError(f"attacks_to_run is for version 'custom'; version {version!r} has attacks of its own")
+        self.model, self.norm, self.epsilon, self.seed, self.verbose = model, norm, eps, seed, verbose
+        self.attacks_to_run, self.version, self.is_tf_model = list(attacks_to_run), version, is_tf_model
+        self.device, self.log_path, self.evaluation = device, log_path, cast(Evaluation | None, None)
+        self._defaults()
+        self.set_version(version)
+
+    def set_version(self, version: str = "standard") -> None:
+        """Take the attacks and budgets of a version; 'custom' leaves them as they are."""
+        if version not in VERSIONS:
+            raise unknown("version", version, VERSIONS)
+        self.version = version
+        if version == "custom":
+            return
+        self._defaults()
+        if version == "rand":
+            self.attacks_to_run = ["apgd-ce", "apgd-dlr"]
+            self.apgd.n_restarts, self.apgd.eot_iter = 1, 20
+        elif version == "plus":
+            self.attacks_to_run = ["apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"]
+        else:
+            self.attacks_to_run = ["apgd-ce", "apgd-t", "fab-t", "square"]
+            self.apgd.n_restarts, self.fab.n_restarts = (5 if self.norm == "L1" else 1), 1
+            self.apgd_targeted.n_target_classes = 5 if self.norm == "L1" else 9
+        if self.norm == "L1" and "square" in self.attacks_to_run:
+            self.attacks_to_run.remove("square")
+            warnings.warn("Square is not known in L1 here, and is left out: the bound may be less tight", stacklevel=2)
+
+    def _defaults(self) -> None:
+        self.apgd = Knobs(n_restarts=5, n_iter=100, eot_iter=1, rho=0.75)
+        self.apgd_targeted = Knobs(n_restarts=1, n_iter=100, eot_iter=1, rho=0.75, n_target_classes=9)
+        self.fab = Knobs(n_restarts=5, n_iter=100, n_target_classes=9, alpha_max=0.1, eta=1.05, beta=0.9)
+        self.square = Knobs(n_queries=5000, n_restarts=1, p_init=0.8, resc_schedule=False)
+
+    def run_standard_evaluation(
+        self,
+        x_orig: Tensor,
+        y_orig: Tensor,
+        bs: int = 250,
+        return_labels: bool = False,
+        state_path: str | Path | None = None,
+    ) -> Any:
+        """Each attack on the samples that the ones before left: the images, changed where the model fell.
+
+        With `return_labels` also what the model says of them. A run with a `state_path` that was interrupted goes on
+        when it is called again, and one that was done is read.
+        """
+        stages = tuple(Stage(name=LABELS[name], attack=attack) for name, attack in self._attacks().items())
+        self._say(f"AutoAttack {self.version} on steelman: {', '.join(self.attacks_to_run)}")
+        suite, whole = Suite(name=f"AutoAttack {self.version}", stages=stages), self.version in ("standard", "plus")
+        x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, state_path, curve=whole)
+        self._tell(found, x_adv, x_orig)
+        return (x_adv, y_adv) if return_labels else x_adv
+
+    def run_standard_evaluation_individual(
+        self, x_orig: Tensor, y_orig: Tensor, bs: int = 250, return_labels: bool = False
+    ) -> dict[str, Any]:
+        """Each attack on all samples that the model gets right: what ``run_standard_evaluation`` returns, by attack."""
+        attacks = self._attacks()
+        self._say(f"AutoAttack {self.version} on steelman, each by itself: {', '.join(attacks)}")
+        answers: dict[str, Any] = {}
+        for name, attack in attacks.items():
+            started, suite = time.perf_counter(), protocol({LABELS[name]: attack}, f"AutoAttack {name}")
+            x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, None, curve=False)
+            answers[name] = (x_adv, y_adv) if return_labels else x_adv
+            robust, seconds = found.score("worst case").accuracy, time.perf_counter() - started
+            self._say(f"robust accuracy by {name.upper()}: {robust:.2%} ({seconds:.1f} s)")
+        return answers
+
+    def clean_accuracy(self, x_orig: Tensor, y_orig: Tensor, bs: int = 250) -> float:
+        """The share of the images that the model gets right."""
+        source, (model, device), right = _Images(x_orig, y_orig), self._model(x_orig), 0
+        for rows in torch.split(torch.arange(len(source)), bs):
+            x = as_model(model, source.images(rows), device)
+            right += int((predictions(model, x, "given").cpu() == source.labels[rows]).sum())
+        self._say(f"clean accuracy: {right / len(source):.2%}")
+        return right / len(source)
+
+    def _attacks(self) -> dict[str, Search]:
+        """The attacks to run, by the package's names, with the settings as they are now."""
+        if not self.attacks_to_run:
+            raise UserError(f"attacks_to_run: expected at least one attack, got none; choices: {', '.join(LABELS)}")
+        found: dict[str, Search] = {}
+        for name in dict.fromkeys(self.attacks_to_run):
+            if name not in LABELS:
+                raise unknown("attack", name, LABELS)
+            # FAB-T has one restart whatever is set, as in the package.
+            unused = {"fab": "n_target_classes", "fab-t": "n_restarts"}.get(name)
+            knobs = {key: value for key, value in vars(getattr(self, KNOBS[name])).items() if key != unused}
+            draws = knobs.pop("eot_iter", 1)
+            given = {OPTIONS.get(key, key): value for key, value in knobs.items()}
+            attack = make("attack", ATTACKS, "apgd" if name == "apgd-ce" else name, given)
+            if NORMS[self.norm] not in attack.norms:
+                raise UserError(f"{name} does not know the norm {self.norm}; leave it out of attacks_to_run")
+            found[name] = attack if draws == 1 else make("attack", ATTACKS, "eot", {"attack": attack, "draws": draws})
+        return found
+
+    def _run(
+        self, x: Tensor, y: Tensor, bs: int, suite: Suite, state_path: str | Path | None, *, curve: bool
+    ) -> tuple[Tensor, Tensor, Evaluation]:
+        """What a suite leaves of the images: (images, predictions, the evaluation)."""
+        source, (model, device) = _Images(x, y), self._model(x)
+        if bs < 1 or not self.epsilon > 0:
+            raise UserError(f"expected bs of at least 1 and eps above 0, got {bs} and {self.epsilon}")
+        threat, seed = ThreatModel(norm=NORMS[self.norm], eps=self.epsilon), int(self.seed or 0)
+        how: dict[str, Any] = {"batch_size": bs, "seed": seed, "curve": curve, "device": device}
+        with tempfile.TemporaryDirectory(prefix="steelman-") as scratch:
+            out = Path(scratch if state_path is None else state_path)
+            if out.is_file():
+                raise UserError(f"state_path: expected a folder, new or of a run before, got the file {out}")
+            # The folder of a run's batches goes last: while it is there, the run is not done.
+            done = (out / "evidence.json").exists() and not (out / "work").exists()
+            try:
+                if not done:
+                    evaluate(model, source, None, threat, suite, out=out, **how)
+            except ContractError as error:
+                if error.reason == "random":
+                    error.args = (f"{error}; here, that is version='rand'",)
+                raise
+            bundle = read_bundle(out)
+            if done:
+                _check_same(bundle, suite, threat, seed, model, source)
+            self.evaluation = found = Evaluation.load(out)
+            x_adv = x.detach().to(as_model(model, torch.zeros(1), torch.device("cpu")).dtype).clone()
+            for rows, images in bundle.images():
+                x_adv[rows.to(x.device)] = images.to(x_adv)
+        fallen = bundle.samples["broken_by"] >= 0
+        said = torch.where(fallen, bundle.samples["guess"], bundle.samples["clean"])
+        return x_adv, said.to(y), found
+
+    def _model(self, x: Tensor) -> tuple[nn.Module, torch.device]:
+        """The model and where it is; without a place of its own, `device`, or that of the images."""
+        model = self.model if isinstance(self.model, nn.Module) else _Function(self.model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            return model, tensor.device
+        try:
+            asked = torch.device(self.device)
+        except RuntimeError:
+            raise UserError(f"device: expected one such as 'cpu' or 'cuda:0', got {self.device!r}") from None
+        return model, x.device if asked.type == "cuda" and not torch.cuda.is_available() else asked
+
+    def _tell(self, found: Evaluation, x_adv: Tensor, x: Tensor) -> None:
+        """A run in a few lines."""
+        verdict, seconds = found.verdict, 0.0
+        assert verdict is not None
+        self._say(f"initial accuracy: {found.score('clean').accuracy:.2%}")
+        for stage in found.stages:
+            seconds += stage.seconds
+            left, how = stage.left / found.total, f"{stage.broken} of {stage.attacked} broken, {seconds:.1f} s in all"
+            self._say(f"robust accuracy after {stage.name.upper()}: {left:.2%} ({how})")
+        size = float(norms(x_adv.double() - x.double(), ORDER[NORMS[self.norm]]).max())
+        low, high = (float(value) for value in x_adv.aminmax())
+        self._say(f"largest {self.norm} perturbation: {size:.5f}, values {low:.5f} to {high:.5f}")
+        low, high = verdict.interval
+        self._say(f"robust accuracy: {verdict.robust_accuracy:.2%} (95% interval {low:.2%} to {high:.2%})")
+        self._say(f"trust: {verdict.trust}" + "".join(f"\n- {reason}" for reason in verdict.reasons))
+
+    def _say(self, line: str) -> None:
+        """A line on the screen, if that is wanted, and in the log, if there is one."""
+        if self.verbose:
+            print(line, flush=True)
+        if self.log_path is not None:
+            with Path(self.log_path).open("a") as log:
+                log.write(f"{line}\n")
+
+
+class _Function(nn.Module):
+    """A function as a model; of a model's method, the model comes with it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        if not callable(function):
+            raise UserError(f"model: expected a module or a function from images to logits, got {function!r}")
+        self.function, self.owner = function, getattr(function, "__self__", None)
+        self.training = isinstance(self.owner, nn.Module) and self.owner.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _Images(ArraySource):
+    """Images in the precision they came in."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in (torch.float32, torch.float64):
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise UserError(f"x_orig: expected float images of shape (N, C, H, W) in [0, 1], got {got}")
+        super().__init__(x, y)
+
+    def images(self, index: Tensor, key: object = None) -> Tensor:  # noqa: ARG002
+        return self._images[index.to(self._images.device)]
+
+
+def _check_same(
+    bundle: Bundle, suite: Suite, threat: ThreatModel, seed: int, model: nn.Module, source: _Images
+) -> None:
+    """Refuse the evidence of another run: its images are no answer to this one."""
+    record, every = bundle.record, torch.arange(len(source))
+    stages = [(stage.name, describe(stage.attack)) for stage in suite.stages]
+    wanted = {
+        "attacks": (stages, [(stage["name"], stage["settings"]) for stage in record["stages"]]),
+        "threat model": (dataclasses.asdict(threat), record["threat"]),
+        "seed": (seed, record["seed"]),
+        "weights": (weights_digest(model), record["weights"]),
+        "data": (data_digest(digests(source.images(every), source.labels)), record["data_digest"]),
+    }
+    other = [what for what, (here, there) in wanted.items() if here != there]
+    if other:
+        raise UserError(f"state_path: {bundle.folder} holds a run with other {', '.join(other)}; choose another folder")

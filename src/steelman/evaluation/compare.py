@@ -1,0 +1,219 @@
+"""Comparing verdicts: which model withstands more, on the samples that both were attacked on.
+
+Two models on the same samples are compared pair by pair: only those samples tell them apart that one withstands and the
+other does not. If neither is the stronger, such a sample falls to either side with probability 1/2 (McNemar, 1947,
+"Note on the sampling error of the difference between correlated proportions or percentages", in its exact form). Of
+several tests some come out small by chance; Holm's correction (1979, "A simple sequentially rejective multiple test
+procedure") makes up for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from scipy.stats import binomtest
+from torch import Tensor
+
+from steelman.errors import UserError
+from steelman.evaluation.evidence import Bundle, read_bundle
+from steelman.evaluation.ledger import ROBUST
+from steelman.evaluation.result import Score
+from steelman.evaluation.verify import verify
+from steelman.threat import ThreatModel
+
+LEVEL = 0.05  # a smaller p settles which of two is the stronger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One model's counts and how far they may be believed, as its evidence has them."""
+
+    name: str
+    clean: Score
+    robust: Score
+    suite: str
+    protocol: bool
+    trust: str
+    complete: bool
+
+    @property
+    def standing(self) -> str:
+        """Its trust in a word or two; of given attacks nobody asked whether they work, so they give a bound."""
+        word = "upper bound" if self.protocol and self.trust == "sound" else self.trust
+        return word if self.complete else f"{word}, not complete"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two models on the `common` samples: those that only the first withstands, only the second, both.
+
+    `p` is how often at least so uneven a split would come by chance; `corrected` is Holm's, over all pairs.
+    """
+
+    first: str
+    second: str
+    common: int
+    both: int
+    only_first: int
+    only_second: int
+    p: float
+    corrected: float
+
+    @property
+    def text(self) -> str:
+        """What follows, in a sentence."""
+        counts = (
+            f"of {self.common} samples in common, {self.first} alone withstands {self.only_first}, {self.second} "
+            f"alone {self.only_second}"
+        )
+        if self.corrected < LEVEL:
+            ahead, behind = (self.first, self.second)[:: 1 if self.only_first > self.only_second else -1]
+            return f"{ahead} is more robust than {behind}: {counts} ({self.figures})"
+        neither = f"these samples do not settle which of {self.first} and {self.second} is the stronger"
+        return f"{neither}: {counts} ({self.figures})"
+
+    @property
+    def figures(self) -> str:
+        """p, and what is left of it after correction where that is another."""
+        return f"p = {self.p:.2g}" + (f", corrected {self.corrected:.2g}" if self.corrected != self.p else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Models of one threat model: their counts, a test for each pair, and what to bear in mind."""
+
+    threat: ThreatModel
+    models: tuple[Measured, ...]
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+
+
+def compare(folders: Mapping[str, Path]) -> Comparison:
+    """Check the evidence in each folder, and compare every two of them on the samples that they have in common."""
+    if len(folders) < 2:
+        raise UserError(f"expected at least two evaluations to compare, got {len(folders)}")
+    bundles = {}
+    for name, folder in folders.items():
+        verify(folder)
+        bundles[name] = read_bundle(folder)
+    first, *others = bundles
+    for name in others:
+        ours, its = bundles[first].threat, bundles[name].threat
+        if ours != its:
+            raise UserError(
+                f"expected evaluations of one threat model; {first} is for {_ball(ours)}, and {name} for {_ball(its)}"
+            )
+    held = {name: _held(bundle) for name, bundle in bundles.items()}
+    tested = [_pair(one, other, held[one], held[other]) for one, other in itertools.combinations(bundles, 2)]
+    corrected = holm([pair.p for pair in tested])
+    models = tuple(_measured(name, bundle) for name, bundle in bundles.items())
+    pairs = tuple(dataclasses.replace(pair, corrected=p) for pair, p in zip(tested, corrected, strict=True))
+    return Comparison(
+        threat=bundles[first].threat, models=models, pairs=pairs, notes=tuple(_notes(bundles, models, pairs))
+    )
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """The exact two-sided p of a split as uneven as this one, or more so; 1 where there is nothing to split.
+
+    >>> mcnemar(0, 5)  # 2 / 2^5
+    0.0625
+    >>> mcnemar(3, 3), mcnemar(0, 0)
+    (1.0, 1.0)
+    """
+    discordant = only_first + only_second
+    return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's p: the smallest times their number, the next times one less, ..., never falling, and at most 1.
+
+    >>> holm([0.5, 0.01, 0.25])
+    [0.5, 0.03, 0.5]
+    """
+    found, least = [0.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        least = max(least, min(1.0, (len(values) - rank) * values[place]))
+        found[place] = least
+    return found
+
+
+def _ball(threat: ThreatModel) -> str:
+    return f"{threat.norm} {threat.eps:.6g} in {threat.low:g} .. {threat.high:g}"
+
+
+def _held(bundle: Bundle) -> dict[tuple[int, int], bool]:
+    """Whether each sample was withstood, by its digest; of samples that are alike, the k-th is matched to the k-th."""
+    seen: Counter[int] = Counter()
+    held = {}
+    robust: Tensor = bundle.samples["broken_by"] == ROBUST
+    for digest, stands in zip(bundle.samples["digest"].tolist(), robust.tolist(), strict=True):
+        held[digest, seen[digest]] = stands
+        seen[digest] += 1
+    return held
+
+
+def _pair(first: str, second: str, ours: Mapping[tuple[int, int], bool], its: Mapping[tuple[int, int], bool]) -> Pair:
+    common = [key for key in ours if key in its]
+    if not common:
+        raise UserError(f"{first} and {second} have no sample in common; expected evaluations on the same data")
+    one, other = torch.tensor([ours[key] for key in common]), torch.tensor([its[key] for key in common])
+    only_first, only_second = int((one & ~other).sum()), int((other & ~one).sum())
+    p = mcnemar(only_first, only_second)
+    return Pair(
+        first=first,
+        second=second,
+        common=len(common),
+        both=int((one & other).sum()),
+        only_first=only_first,
+        only_second=only_second,
+        p=p,
+        corrected=p,
+    )
+
+
+def _measured(name: str, bundle: Bundle) -> Measured:
+    record, verdict = bundle.record, bundle.record["verdict"]
+    if verdict is None:
+        raise UserError(f"{name}: expected evidence with a verdict, this has none")
+
+    def score(what: str) -> Score:
+        return Score(name=what, settings={}, correct=record[f"{what}_correct"], total=record["total"], seconds=0.0)
+
+    return Measured(
+        name=name,
+        clean=score("clean"),
+        robust=score("robust"),
+        suite=verdict["suite"],
+        protocol=record["suite"]["protocol"],
+        trust=verdict["trust"],
+        complete=verdict["complete"],
+    )
+
+
+def _notes(bundles: Mapping[str, Bundle], models: Sequence[Measured], pairs: Sequence[Pair]) -> list[str]:
+    """What makes the numbers less comparable than they look."""
+    notes = []
+    for pair in pairs:
+        counts = [bundles[name].record["total"] for name in (pair.first, pair.second)]
+        if pair.common < max(counts):
+            notes.append(
+                f"{pair.first} ({counts[0]} samples) and {pair.second} ({counts[1]}) have only {pair.common} in "
+                "common; their test rests on these, the accuracies on all"
+            )
+        if bundles[pair.first].record["weights"] == bundles[pair.second].record["weights"]:
+            notes.append(f"{pair.first} and {pair.second} have the same weights")
+    if len({str(bundle.record["suite"]) for bundle in bundles.values()}) > 1:
+        suites = ", ".join(f"{model.name} {model.suite}" for model in models)
+        notes.append(f"not attacked alike ({suites}): a weaker suite leaves more samples standing")
+    for model in models:
+        if model.trust != "sound":
+            notes.append(f"the verdict on {model.name} is {model.trust}: what withstood may not be robust")
+        if not model.complete:
+            notes.append(f"the evaluation of {model.name} is not complete: more samples would have fallen")
+    return notes

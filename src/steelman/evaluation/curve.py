@@ -1,0 +1,66 @@
+"""Accuracy against the radius, and whether it falls to nothing as it should."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from steelman.attacks import PGD
+from steelman.evaluation.cascade import Runner
+from steelman.evaluation.masking import flag
+from steelman.evaluation.result import CurvePoint, Flag
+from steelman.evaluation.stages import Suite
+from steelman.threat import ThreatModel
+
+CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+CURVE_ATTACK = PGD(steps=20)
+CURVE_SAMPLES = 500
+
+
+def accuracy_curve(run: Runner) -> tuple[CurvePoint, ...]:
+    """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest."""
+    attack, ratios = CURVE_ATTACK, list(CURVE_RATIOS)
+    if run.suite.protocol:
+        rows = torch.arange(min(run.total, CURVE_SAMPLES))
+    else:
+        rows = run.pilot()
+        attack = dataclasses.replace(attack, loss="scale-invariant-cross-entropy")
+        ratios.append(max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0))
+    correct = dict.fromkeys((0.0, *ratios), 0)
+    for part in run.parts(rows):
+        alive = part[run.ledger.right[part]]
+        correct[0.0] += len(alive)
+        for ratio in ratios:
+            x, y = run.images(alive)
+            wider = run.threat.at(run.threat.eps * ratio)
+            x_adv = attack(run.model, x, y, wider, index=run.index(alive), key=run.key.fold("curve"))
+            fooled = (run.answers(x_adv).argmax(dim=1) != y) & wider.contains(x_adv, x)
+            alive = alive[~fooled.cpu()]
+            correct[ratio] += len(alive)
+    return tuple(
+        CurvePoint(eps=run.threat.eps * ratio, correct=count, total=len(rows)) for ratio, count in correct.items()
+    )
+
+
+def whole_box(threat: ThreatModel, shape: tuple[int, ...]) -> float:
+    """A radius at which every image can be turned into every other."""
+    return float((threat.high - threat.low) * math.prod(shape) ** (1 / threat.p))
+
+
+def levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
+    """Whether accuracy stays up where every image can be turned into every other."""
+    if suite.protocol or not points or not points[0].correct:
+        return []
+    left = points[-1].correct / points[0].correct
+    return [
+        flag(
+            "accuracy levels off",
+            left,
+            0.05,
+            "suspect",
+            f"with a radius at which any image can become any other, {left:.0%} of the samples tried withstand the "
+            "attack; one that works breaks all",
+        )
+    ]

@@ -1,0 +1,72 @@
+"""What a suite is made of: stages, each an attack and the samples that are its own.
+
+A *cascade* attacks ever fewer samples with ever dearer attacks: each stage takes the survivors that came nearest to
+falling. A *protocol* attacks every sample with each attack, as a paper's table has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from steelman.attacks import Attack
+from steelman.errors import UserError
+
+RESERVED = {"clean", "worst case"}  # the scores that are no attack's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One attack of a suite, and whom it attacks.
+
+    `share` is the share of the survivors that it is given, those with the smallest margin so far; `warm` begins at each
+    sample's best point so far. A `sentinel` stage is given its share whatever the margins: it is there to find out
+    whether the stages before it missed something. An `escalation` stage runs only when there is reason to doubt.
+    """
+
+    name: str
+    attack: Attack
+    share: float = 1.0
+    warm: bool = False
+    sentinel: bool = False
+    escalation: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Stages in their order; in a `protocol` each attacks every sample, else those that the stages before left."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    protocol: bool = False
+
+    def __post_init__(self) -> None:
+        names = [stage.name for stage in self.stages]
+        if not names:
+            raise UserError(f"suite {self.name}: expected at least one attack, got none")
+        for name in names:
+            if name in RESERVED:
+                raise UserError(f"an attack cannot be called {name!r}: that is the name of another score")
+            if names.count(name) > 1:
+                raise UserError(f"suite {self.name}: two attacks are called {name!r}")
+
+
+def protocol(attacks: Mapping[str, Attack], name: str = "custom") -> Suite:
+    """Each attack on every sample."""
+    stages = tuple(Stage(name=label, attack=attack) for label, attack in attacks.items())
+    return Suite(name=name, stages=stages, protocol=True)
+
+
+def describe(attack: Attack) -> dict[str, Any]:
+    """An attack's settings as plain values; those of an attack that it is put around are under `inner`."""
+    described: dict[str, Any] = {"attack": type(attack).__name__}
+    fields: Any = dataclasses.fields(attack) if dataclasses.is_dataclass(attack) else ()
+    for field in fields:
+        value = getattr(attack, field.name)
+        if isinstance(value, Attack):
+            described["inner"] = describe(value)
+        elif field.repr:
+            plain = value is None or isinstance(value, (bool, int, float, str))
+            described[field.name] = value if plain else str(value)
+    return described

@@ -1,0 +1,121 @@
+"""The terminal, plain tables on it, and ``steelman list``: every registry with what its entries are and take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=140)  # a log has no width of its own, and tables need room
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    attacks = "attacks"
+    suites = "suites"
+    objectives = "objectives"
+    models = "models"
+    heads = "heads"
+    datasets = "datasets"
+    schedules = "schedules"
+    losses = "losses"
+    recipes = "recipes"
+
+
+def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Rows under headings, as they are: what looks like markup is text."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def print_list(kind: Kind) -> None:
+    """One registry: names, what each is, and the options it takes."""
+    if kind is Kind.recipes:
+        _print_recipes()
+        return
+    from steelman.attacks import ATTACKS
+    from steelman.data import DATASETS
+    from steelman.evaluation import SUITES
+    from steelman.heads import HEADS
+    from steelman.losses import LOSSES
+    from steelman.models import MODELS
+    from steelman.objectives import OBJECTIVES
+    from steelman.schedules import SCHEDULES
+    from steelman.settings import summary_of
+
+    registries: dict[Kind, dict[str, Any]] = {
+        Kind.attacks: ATTACKS,
+        Kind.suites: SUITES,
+        Kind.objectives: OBJECTIVES,
+        Kind.models: MODELS,
+        Kind.heads: HEADS,
+        Kind.datasets: DATASETS,
+        Kind.schedules: SCHEDULES,
+        Kind.losses: {name: loss.function for name, loss in LOSSES.items()},
+    }
+    entries = registries[kind].items()
+    one = "loss" if kind is Kind.losses else kind.value.removesuffix("s")
+    if kind in (Kind.losses, Kind.suites):
+        print_table((one, "what it is"), [(name, summary_of(entry)) for name, entry in entries])
+        return
+    hidden = {"input_shape", "features", "num_classes", "guides"}
+    print_table(
+        (one, "what it is", "options"),
+        [
+            (name, summary_of(entry) + (_kind_of(entry()) if kind is Kind.attacks else ""), _options(entry, hidden))
+            for name, entry in entries
+        ],
+    )
+
+
+def _kind_of(attack: Any) -> str:
+    """What an attack needs and what it is for, in brackets."""
+    words = [*(["black box"] if attack.black_box else []), *(["minimum norm"] if attack.minimum_norm else [])]
+    return f" ({'; '.join([*words, ', '.join(attack.norms)])})"
+
+
+def _options(entry: Any, hidden: set[str]) -> str:
+    from steelman.settings import options_of
+
+    shown = []
+    for name, parameter in options_of(entry).items():
+        if name in hidden:
+            continue
+        default = parameter.default
+        plain = isinstance(default, (int, float, str, bool, tuple)) or default is None
+        shown.append(f"{name}={default}" if plain and default is not parameter.empty else name)
+    return ", ".join(shown)
+
+
+def _print_recipes() -> None:
+    from steelman.recipes import load, recipes
+
+    sources = {name: load(path) for name, path in recipes().items()}
+    print_table(
+        ("recipe", "what it does", "published in"),
+        [(name, str(source.get("description", "")).strip(), _published(source)) for name, source in sources.items()],
+    )
+
+
+def _published(source: dict[str, Any]) -> str:
+    """The papers and tables that a recipe's numbers are from: Pang et al. (2020), Tables 2, 5, rebuttal."""
+    papers: dict[str, dict[str, None]] = {}
+    for row in source.get("published") or []:
+        papers.setdefault(row["paper"], {})[row["table"]] = None
+    texts = []
+    for paper, tables in papers.items():
+        numbered = [table.removeprefix("Table ") for table in tables if table.startswith("Table ")]
+        first = [f"Table{'s' * (len(numbered) > 1)} {', '.join(numbered)}"] if numbered else []
+        texts.append(", ".join([paper, *first, *(table for table in tables if not table.startswith("Table "))]))
+    return "; ".join(texts)

@@ -1,0 +1,171 @@
+"""What a command line names: models, their weights and data, and the threat model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from steelman import data as datasets
+from steelman.config import name_and_options, options_from_texts
+from steelman.errors import UserError, unknown
+from steelman.models import PUBLISHED_LAYOUTS
+from steelman.models.classifier import build_classifier, imported, load_state, load_weights
+from steelman.run import load_model
+from steelman.settings import SettingsError
+from steelman.threat import ThreatModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The model and the data that a command line names: found, and not loaded yet unless the model is a run's."""
+
+    target: str
+    model: nn.Module | None
+    described: dict[str, Any]
+    data: str
+    where: dict[str, Any]
+    named: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.described.get("recipe", self.target))
+
+    def load(self) -> tuple[nn.Module, datasets.Dataset]:
+        """Both, for each other."""
+        dataset = datasets.load(self.data, **self.where)
+        if self.model is None:
+            return _named(self.target, dataset, **self.named), dataset
+        if tuple(self.described["input_shape"]) != dataset.shape:
+            raise UserError(
+                f"the model takes images of shape {tuple(self.described['input_shape'])}, and {self.data} has "
+                f"{dataset.shape}"
+            )
+        return self.model, dataset
+
+
+def subject(
+    target: str,
+    *,
+    data: str | None,
+    root: Path | None,
+    weights: Path | None,
+    layout: str | None,
+    head: str,
+    options: Sequence[str],
+) -> Subject:
+    """Find what the options of a command name."""
+    folder = Path(target)
+    model, described = load_model(folder) if folder.is_dir() else (None, {})
+    if described and (weights or layout or options or head != "linear"):
+        raise UserError("--weights, --layout, --head and --option are for a model given by name; a run has its own")
+    if not folder.is_dir() and ("/" in target or (":" not in target and folder.suffix)):
+        raise UserError(f"no run at {target}; expected a run's folder, a model's name or package.module:factory")
+    own = described.get("data", {"name": None, "options": {}})
+    name, where = name_and_options(data) if data else (own["name"], {})
+    where = {**(own["options"] if name == own["name"] else {}), **where, **({"root": root} if root else {})}
+    if name is None:
+        raise UserError(
+            f"--data: expected a dataset for a model given by name; choices: {', '.join(datasets.DATASETS)}"
+        )
+    named = {"head": head, "options": options_from_texts(options), "weights": weights, "layout": layout}
+    return Subject(target=target, model=model, described=described, data=name, where=where, named=named)
+
+
+def threat_from(own: dict[str, Any] | None, norm: str | None, eps: str | None) -> ThreatModel:
+    if own is None and eps is None:
+        raise UserError("--eps: expected a radius, such as 8/255, for a model that is not a run")
+    given: dict[str, Any] = {**(own or {}), **({"norm": norm} if norm else {}), **({"eps": eps} if eps else {})}
+    if own is not None and norm not in (None, own["norm"]) and eps is None:
+        raise UserError(f"--eps: expected a radius for norm {norm}; the run's own is for {own['norm']}")
+    try:
+        return ThreatModel(**given)
+    except ValidationError as error:
+        raise UserError(f"threat model: {SettingsError.of(error, ThreatModel)}") from None
+
+
+def _named(
+    target: str, dataset: Any, head: str, options: dict[str, Any], weights: Path | None, layout: str | None
+) -> nn.Module:
+    """A model by registry name or import path, with weights from a file."""
+    head_name, head_options = name_and_options(head)
+    model = build_classifier(
+        target,
+        input_shape=dataset.shape,
+        num_classes=dataset.num_classes,
+        head=head_name,
+        head_options=head_options,
+        **options,
+    )
+    if weights is None:
+        if layout is not None:
+            raise UserError(f"--layout {layout}: expected --weights with it, the file of that layout")
+        if ":" not in target:
+            raise UserError(
+                f"--weights: expected a file of trained weights for {target}; untrained ones measure nothing"
+            )
+        return model
+    state = load_state(weights)
+    if layout is not None:
+        if layout not in PUBLISHED_LAYOUTS:
+            raise unknown("layout", layout, PUBLISHED_LAYOUTS)
+        state = PUBLISHED_LAYOUTS[layout](state)
+    own = model.state_dict()
+    # Published weights seldom carry the input normalisation; here it is part of the model, and by default none.
+    state = {**{key: own[key] for key in ("mean", "std") if key in own}, **state}
+    load_weights(model, state, str(weights))
+    return model
+
+
+def models_named(texts: Sequence[str]) -> dict[str, str]:
+    """Read ``runs/mine`` or ``mine=package.module:factory`` as a name and where the model is."""
+    places: dict[str, str] = {}
+    for text in texts:
+        name, equals, place = text.partition("=")
+        if not equals or Path(text).is_dir():
+            name, place = (Path(text).resolve().name if Path(text).is_dir() else text), text
+        if not name or not place:
+            raise UserError(f"expected a model as NAME=MODEL, got {text!r}")
+        if name in places:
+            raise UserError(f"two models are called {name!r}; name them, as in NAME={place}")
+        places[name] = place
+    return places
+
+
+def model_at(place: str) -> tuple[Any, dict[str, Any]]:
+    """A run's model and its description, or an imported model and none."""
+    if Path(place).is_dir():
+        return load_model(Path(place))
+    if ":" not in place or "/" in place:
+        raise UserError(f"no run at {place}; expected a run's folder or package.module:factory")
+    return imported(place), {}
+
+
+def threat_agreed(own: Sequence[dict[str, Any]], norm: str | None, eps: str | None) -> dict[str, Any] | None:
+    """The threat that all runs were trained for; where they differ, the command line has to say."""
+    if not own:
+        return None
+    agreed = {key: value for key, value in own[0].items() if all(one[key] == value for one in own)}
+    if "norm" not in agreed:
+        agreed.pop("eps", None)  # a radius means nothing without its norm
+    for key, given in (("norm", norm), ("eps", eps)):
+        if key not in agreed and given is None:
+            values = ", ".join(dict.fromkeys(str(one[key]) for one in own))
+            raise UserError(f"--{key}: the runs' own differ ({values}); say which")
+    for key in ("low", "high"):
+        if key not in agreed:
+            raise UserError(f"the runs are for different ranges of pixels: {', '.join(str(one[key]) for one in own)}")
+    return {"norm": norm, "eps": eps, **agreed}
+
+
+def free_name(folder: Path) -> Path:
+    """`folder`, or the first numbered name beside it that is not taken: an evaluation is never overwritten."""
+    place, count = folder, 1
+    while place.exists():
+        count += 1
+        place = folder.with_name(f"{folder.name}-{count}")
+    return place

@@ -1,0 +1,415 @@
+"""Evidence is believed only as far as it can be checked: every edit is noticed, and sealing it anew does not help."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from steelman.attacks import PGD
+from steelman.data.source import ArraySource
+from steelman.errors import UserError
+from steelman.evaluation import evaluate, evidence, verify
+from steelman.evaluation.evidence import DamagedError, read_bundle
+from steelman.evaluation.ledger import ROBUST, WRONG
+from steelman.threat import ThreatModel
+from tests.evidence_helpers import EPS, FIRST, Forged, N, Net, a_model, check, make, the_data
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("evidence") / "bundle", a_model())
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "bundle")
+
+
+# What is true is accepted.
+
+
+def test_a_true_bundle_is_accepted_with_and_without_model_and_data(bundle: Path) -> None:
+    forged = Forged(bundle)
+    kinds = set(forged.samples["broken_by"].tolist())
+    assert {WRONG, ROBUST} < kinds
+    assert len(forged.shards) >= 2, "several files, or swapping them means nothing"
+    alone, data, whole = verify(bundle), verify(bundle, source=the_data()), check(bundle)
+    assert alone.robust == data.robust == whole.robust == int((forged.samples["broken_by"] == ROBUST).sum())
+    assert whole.broken == int((forged.samples["broken_by"] >= 0).sum()) >= 6
+    assert (alone.model, alone.rounded, whole.model, whole.data) == (False, None, True, True)
+    assert whole.rounded is not None
+    assert 0 <= whole.rounded <= whole.broken
+    assert whole.seal == forged.record["seal"]
+
+
+def test_what_is_not_evidence_may_lie_beside_it(bundle: Path) -> None:
+    (bundle / "report.html").write_text("a page")
+    (bundle / "evaluation.json").unlink()
+    (bundle / "gallery.safetensors").unlink()
+    check(bundle)
+
+
+def test_a_bundle_of_a_protocol_and_of_a_float64_model(tmp_path: Path) -> None:
+    attacks = {"one": PGD(steps=1, start="zero"), "two": PGD(steps=3, loss="margin")}
+    model = a_model(torch.float64).train()
+    source = the_data()
+    evaluate(model, source, None, ThreatModel(eps=EPS), attacks, out=tmp_path / "p", curve=False)
+    rows, images = next(iter(read_bundle(tmp_path / "p").images()))
+    assert images.dtype == torch.float64
+    assert len(rows) > 3
+    assert check(tmp_path / "p", model).broken >= 6
+    assert model.training, "the model is left as it was"
+    with pytest.raises(DamagedError, match="weights"):
+        check(tmp_path / "p", a_model())
+
+
+def test_images_go_where_the_weights_are() -> None:
+    asked = sys.modules["steelman.evaluation.verify"]._Asked
+    assert asked(nn.Linear(2, 2, device="meta"), None, 2).device.type == "meta"
+    assert asked(nn.Linear(2, 2), None, 2).device.type == "cpu"
+    assert asked(nn.Identity(), torch.device("meta"), 2).device.type == "meta"
+
+
+def test_a_model_without_data_is_refused(bundle: Path) -> None:
+    with pytest.raises(UserError, match="expected the data with the model"):
+        verify(bundle, model=a_model())
+
+
+# One change, by hand.
+
+
+def resave(folder: Path, name: str, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = {key: value.clone() for key, value in load_file(folder / name).items()}
+    change(tensors)
+    save_file(tensors, folder / name)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "evidence.json") -> None:
+    record = json.loads((folder / name).read_text())
+    change(record)
+    (folder / name).write_text(json.dumps(record, indent=1, sort_keys=True))
+
+
+def nudge(tensor: Tensor) -> None:
+    tensor.view(-1)[0] += 1 / 255 if tensor.is_floating_point() else 1
+
+
+def swap(folder: Path) -> None:
+    one, two = folder / FIRST, folder / "adversarial-0001.safetensors"
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+
+
+def nudged(column: str) -> Callable[[Path], Any]:
+    return lambda f: resave(f, "samples.safetensors", lambda t: nudge(t[column]))
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "pixel": lambda f: resave(f, FIRST, lambda t: nudge(t["images"])),
+    "row": lambda f: resave(f, FIRST, lambda t: nudge(t["rows"])),
+    **{column: nudged(column) for column in evidence.COLUMNS},
+    "verdict": lambda f: edit(f, lambda r: r["verdict"].update(correct=r["verdict"]["correct"] + 1)),
+    "trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid")),
+    "robust count": lambda f: edit(f, lambda r: r.update(robust_correct=r["robust_correct"] + 1)),
+    "eps": lambda f: edit(f, lambda r: r["threat"].update(eps=0.06)),
+    "seed": lambda f: edit(f, lambda r: r.update(seed=1)),
+    "stage count": lambda f: edit(f, lambda r: r["stages"][0].update(broken=r["stages"][0]["broken"] + 1)),
+    "stage setting": lambda f: edit(f, lambda r: r["stages"][0]["settings"].update(steps=9)),
+    "name": lambda f: edit(f, lambda r: r.update(model="better")),
+    "seal": lambda f: edit(f, lambda r: r.update(seal="0" * 64)),
+    "key removed": lambda f: edit(f, lambda r: r.pop("seed")),
+    "key added": lambda f: edit(f, lambda r: r.update(approved=True)),
+    "space": lambda f: (f / "evidence.json").write_text((f / "evidence.json").read_text() + "\n"),
+    "images removed": lambda f: (f / FIRST).unlink(),
+    "samples removed": lambda f: (f / "samples.safetensors").unlink(),
+    "evidence removed": lambda f: (f / "evidence.json").unlink(),
+    "images added": lambda f: shutil.copy(f / FIRST, f / "adversarial-0099.safetensors"),
+    "files swapped": swap,
+    "copy: verdict": lambda f: edit(f, lambda r: r["verdict"].update(correct=N), "evaluation.json"),
+    "copy: trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid"), "evaluation.json"),
+    "copy: score": lambda f: edit(f, lambda r: r["scores"][-1].update(correct=N), "evaluation.json"),
+    "copy: stage score": lambda f: edit(f, lambda r: r["scores"][1].update(correct=N), "evaluation.json"),
+    "copy: eps": lambda f: edit(f, lambda r: r.update(eps=0.06), "evaluation.json"),
+    "copy: confusion": lambda f: edit(f, lambda r: r["confusion"][0].reverse(), "evaluation.json"),
+    "copy: curve": lambda f: edit(
+        f, lambda r: r.update(curve=[{"eps": 9, "correct": N, "total": N}]), "evaluation.json"
+    ),
+    "copy: right": lambda f: edit(f, lambda r: r.update(right=[N, 0, 0]), "evaluation.json"),
+    "copy: margins": lambda f: edit(f, lambda r: r["margins"].pop(), "evaluation.json"),
+    "copy: notes": lambda f: edit(f, lambda r: r.update(notes=["approved"]), "evaluation.json"),
+    "copy: shown label": lambda f: edit(f, lambda r: r["gallery"][0].update(label=2), "evaluation.json"),
+    "copy: shown pixel": lambda f: resave(f, "gallery.safetensors", lambda t: nudge(t["adversarial"])),
+    "copy: not json": lambda f: (f / "evaluation.json").write_text("{"),
+    "copy: not a record": lambda f: (f / "evaluation.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_change_is_noticed_without_the_model(bundle: Path, name: str) -> None:
+    CHANGES[name](bundle)
+    with pytest.raises(UserError, match=r"\.(json|safetensors)|is damaged"):
+        verify(bundle)
+
+
+@pytest.mark.parametrize("name", ["conv.weight", "conv.bias", "out.weight", "out.bias"])
+def test_one_weight_of_the_model(bundle: Path, name: str) -> None:
+    model = a_model()
+    with torch.no_grad():
+        value = model.get_parameter(name).view(-1)
+        value[0] = torch.nextafter(value[0], torch.tensor(9.0))
+    with pytest.raises(DamagedError, match="weights are not those that were evaluated"):
+        check(bundle, model)
+
+
+def test_the_same_weights_in_another_model(bundle: Path) -> None:
+    class Turned(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).roll(1, dims=1)
+
+    other = Turned().eval()
+    other.load_state_dict(a_model().state_dict())
+    with pytest.raises(DamagedError, match="does not say what is claimed of the clean images"):
+        check(bundle, other)
+
+
+def test_other_data(bundle: Path) -> None:
+    source = the_data()
+    x, y = source.images(torch.arange(N)), source.labels
+    moved, relabelled = x.clone(), y.clone()
+    moved[7, 0, 1, 1] = (moved[7, 0, 1, 1] + 0.5) % 1
+    relabelled[9] = (relabelled[9] + 1) % 3
+    for images, labels, row in ((moved, y, 7), (x, relabelled, 9)):
+        with pytest.raises(DamagedError, match=f"samples {row} differ"):
+            check(bundle, source=ArraySource(images, labels, ["a", "b", "c"]))
+    with pytest.raises(DamagedError, match=f"expected at least {N} images, got 5"):
+        check(bundle, source=ArraySource(x[:5], y[:5], ["a", "b", "c"]))
+    longer = ArraySource(torch.cat((x, x)), torch.cat((y, y)), ["a", "b", "c"])
+    assert check(bundle, source=longer).samples == N
+
+
+# A forger who makes every hash and every count fit again.
+
+
+def broken_image(f: Forged, image: Tensor) -> int:
+    """Put `image` in the place of the first adversarial image; its row."""
+    f.shards[FIRST]["images"][0] = image
+    return int(f.shards[FIRST]["rows"][0])
+
+
+def clean(f: Forged, row: int) -> Tensor:
+    return the_data().images(torch.tensor([row]))[0]
+
+
+def robust_as_broken(f: Forged) -> None:
+    row = f.row(ROBUST)
+    f.samples["broken_by"][row], f.samples["guess"][row] = 0, (f.samples["label"][row] + 1) % 3
+    f.samples["margin"][row] = f.samples["lead"][row] = -1.0
+    f.samples["passes"][row] = 1
+    f.add(row, (clean(f, row) + EPS / 2).clamp(0, 1))
+    f.recount()
+
+
+def wrong_as_robust(f: Forged) -> None:
+    row = f.row(WRONG)
+    f.samples["broken_by"][row] = ROBUST
+    f.samples["clean"][row] = f.samples["guess"][row] = f.samples["label"][row]
+    f.samples["margin"][row] = f.samples["lead"][row] = 1.0
+    f.recount()
+
+
+def wrong_as_robust_at_a_tie(f: Forged) -> None:
+    wrong_as_robust(f)
+    row = int((f.samples["lead"] == 1).nonzero()[0])
+    f.samples["margin"][row] = f.samples["lead"][row] = 0.0
+
+
+def robust_as_wrong(f: Forged) -> None:
+    row = f.row(ROBUST)
+    f.samples["broken_by"][row] = WRONG
+    f.samples["clean"][row] = f.samples["guess"][row] = (f.samples["label"][row] + 1) % 3
+    f.recount()
+
+
+def other_label(f: Forged) -> None:
+    row = f.row(ROBUST)
+    f.samples["label"][row] = f.samples["clean"][row] = f.samples["guess"][row] = (f.samples["label"][row] + 1) % 3
+    f.recount()
+
+
+def other_guess(f: Forged) -> None:
+    row = int(f.shards[FIRST]["rows"][0])
+    f.samples["guess"][row] = 3 - f.samples["label"][row] - f.samples["guess"][row]
+    f.recount()
+
+
+def first(f: Forged, column: str, value: float, kind: int | None = None) -> None:
+    row = int(f.shards[FIRST]["rows"][0]) if kind is None else f.row(kind)
+    f.samples[column][row] = value
+
+
+FORGERIES: dict[str, tuple[Callable[[Forged], Any], str]] = {
+    "a robust sample broken": (robust_as_broken, "does not say what is claimed of the adversarial images"),
+    "a wrong sample robust": (wrong_as_robust, "does not say what is claimed of the clean images"),
+    "the same, and a tie": (wrong_as_robust_at_a_tie, "does not say what is claimed of the clean images"),
+    "a robust sample wrong": (robust_as_wrong, "does not say what is claimed of the clean images"),
+    "another label": (other_label, "the data are not those"),
+    "another guess": (other_guess, "does not say what is claimed of the adversarial images"),
+    "the clean image": (lambda f: broken_image(f, clean(f, int(f.shards[FIRST]["rows"][0]))), "does not say"),
+    "far away": (lambda f: broken_image(f, clean(f, int(f.shards[FIRST]["rows"][0])).neg().add(1)), "outside the thr"),
+    "a smaller radius": (lambda f: f.record["threat"].update(eps=EPS / 2), "outside the threat model"),
+    "another norm": (lambda f: f.record["threat"].update(norm="l1"), "outside the threat model"),
+    "margin of a broken one": (lambda f: first(f, "margin", -9.0), "the margin of samples"),
+    "lead of a broken one": (lambda f: first(f, "lead", -9.0), "the lead of samples"),
+    "margin of a robust one": (lambda f: first(f, "margin", 9.0, ROBUST), "the margin of samples"),
+    "margin of a wrong one": (lambda f: first(f, "margin", -9.0, WRONG), "the margin of samples"),
+    "other weights": (lambda f: f.record.update(weights="0" * 64), "weights are not those"),
+    "fewer samples": (
+        lambda f: (f.record.update(total=N - 1), f.samples.update({k: v[:-1] for k, v in f.samples.items()})),
+        "evidence.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_what_is_false_is_noticed_with_model_and_data(bundle: Path, name: str) -> None:
+    forge, expected = FORGERIES[name]
+    forged = Forged(bundle)
+    forge(forged)
+    forged.write()
+    with pytest.raises(DamagedError, match=expected):
+        check(bundle)
+
+
+def test_what_cannot_be_noticed_without_attacking(bundle: Path) -> None:
+    """A broken sample claimed to be robust, with all counts made to fit: verify says so in its own docstring."""
+    forged = Forged(bundle)
+    row = int(forged.shards[FIRST]["rows"][0])
+    with torch.no_grad():
+        logits = a_model()(clean(forged, row)[None]).double()
+    forged.samples["broken_by"][row] = ROBUST
+    forged.samples["guess"][row] = forged.samples["label"][row]
+    forged.samples["margin"][row] = forged.samples["lead"][row] = 0.0
+    assert int(logits.argmax()) == int(forged.samples["label"][row])
+    forged.drop(row)
+    forged.recount()
+    forged.write()
+    assert check(bundle).broken == int((forged.samples["broken_by"] >= 0).sum())
+    said = sys.modules["steelman.evaluation.verify"].__doc__ or ""
+    assert "cannot be shown without attacking" in said
+
+
+def stage(key: str, by: int) -> Callable[[Forged], Any]:
+    return lambda f: f.record["stages"][0].update({key: f.record["stages"][0][key] + by})
+
+
+def flagged(f: Forged, **changes: Any) -> None:
+    flag = {"name": "x", "figure": 1.0, "limit": 0.0, "raised": True, "trust": "suspect", "text": "x"}
+    f.record["verdict"].update(trust="sound", flags=[{**flag, **changes}])
+
+
+def nudge_by(f: Forged, by: int) -> None:
+    f.shards[FIRST]["rows"] += by
+
+
+def swapped(f: Forged) -> None:
+    other = "adversarial-0001.safetensors"
+    f.shards[FIRST], f.shards[other] = f.shards[other], f.shards[FIRST]
+
+
+def retype(f: Forged, name: str, dtype: torch.dtype) -> None:
+    f.shards[FIRST][name] = f.shards[FIRST][name].to(dtype)
+
+
+def reshape(f: Forged, name: str, shape: tuple[int, ...]) -> None:
+    f.shards[FIRST][name] = f.shards[FIRST][name].reshape(shape)
+
+
+INCONSISTENT: dict[str, tuple[Callable[[Forged], Any], str]] = {
+    "robust count": (lambda f: f.record.update(robust_correct=N), "robust_correct is"),
+    "clean count": (lambda f: f.record.update(clean_correct=N), "clean_correct is"),
+    "verdict": (lambda f: f.record["verdict"].update(correct=N), "the verdict's counts"),
+    "verdict of fewer": (lambda f: f.record["verdict"].update(total=N - 1), "the verdict's counts"),
+    "broken by a stage": (stage("broken", 1), "do not add up"),
+    "left by a stage": (stage("left", 1), "do not add up"),
+    "attacked": (stage("attacked", N), "do not add up"),
+    "forwards": (stage("forwards", -1), "forwards, and the samples"),
+    "backwards": (stage("backwards", 1), "backwards, and the samples"),
+    "passes of a sample": (lambda f: first(f, "passes", 10**6), "passes cannot be"),
+    "settings of a stage": (lambda f: f.record["stages"][0]["settings"].update(steps=99), "had other settings"),
+    "name of a stage": (lambda f: f.record["stages"][0].update(name="strong"), "is not a stage of the suite"),
+    "order of stages": (lambda f: f.record["stages"].reverse(), "not in its place|do not add up"),
+    "a stage that did not run": (lambda f: f.record["stages"].pop(), "did not run|forwards"),
+    "escalated": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
+    "a protocol": (lambda f: f.record["verdict"].update(protocol=True), "of a protocol"),
+    "right by class": (lambda f: f.record["right"].reverse(), "right"),
+    "name of the suite": (lambda f: f.record["verdict"].update(suite="full"), "the verdict is of suite"),
+    "a flag ignored": (flagged, "in spite of the flag"),
+    "a flag lowered": (lambda f: flagged(f, raised=False), "against its own figure"),
+    "confusion": (lambda f: f.record["confusion"][0].reverse(), "confusion"),
+    "digest of the data": (lambda f: f.record.update(data_digest="0" * 64), "data_digest"),
+    "an image too many": (lambda f: f.add(f.row(ROBUST), f.shards[FIRST]["images"][0]), "not claimed to be broken"),
+    "an image too few": (lambda f: f.drop(int(f.shards[FIRST]["rows"][0])), "no adversarial image"),
+    "no images": (lambda f: f.shards.clear(), "no adversarial image"),
+    "a pixel out of range": (lambda f: f.shards[FIRST]["images"][0].fill_(1.5), "leave the range"),
+    "NaN": (lambda f: f.shards[FIRST]["images"][0].fill_(float("nan")), "leave the range"),
+    "a label that is none": (lambda f: first(f, "label", 3), "label is not always"),
+    "a guess that is none": (lambda f: first(f, "guess", -1), "guess is not always"),
+    "a stage that is none": (lambda f: first(f, "broken_by", 77), "that the suite does not have"),
+    "a guess that is right": (
+        lambda f: first(f, "guess", int(f.samples["label"][f.shards[FIRST]["rows"][0]])),
+        "right",
+    ),
+    "a margin that is none": (lambda f: first(f, "margin", float("nan"), ROBUST), "margin is not a number"),
+    "a margin above 0": (lambda f: first(f, "margin", 0.5), "not below 0"),
+    "rows twice": (lambda f: f.shards[FIRST]["rows"].fill_(int(f.shards[FIRST]["rows"][0])), "rising rows"),
+    "rows below 0": (lambda f: nudge_by(f, -100), "rising rows"),
+    "rows beyond": (lambda f: f.shards[max(f.shards)]["rows"].add_(1 << 60), "rising rows"),
+    "files swapped": (swapped, "rising rows"),
+    "rows as floats": (lambda f: retype(f, "rows", torch.float32), "expected a list of rows"),
+    "rows in two columns": (lambda f: reshape(f, "rows", (-1, 1)), "expected a list of rows"),
+    "images as integers": (lambda f: retype(f, "images", torch.int64), "images in float32 or float64"),
+    "images in half": (lambda f: retype(f, "images", torch.float16), "images in float32 or float64"),
+    "images of two kinds": (lambda f: retype(f, "images", torch.float64), "of another kind"),
+    "flat images": (lambda f: reshape(f, "images", (-1, 16)), "images in float32 or float64"),
+    "no rows": (lambda f: f.shards[FIRST].pop("rows"), "expected rows and images"),
+    "more than rows": (lambda f: f.shards[FIRST].update(more=torch.zeros(1)), "expected rows and images"),
+    "a column missing": (lambda f: f.samples.pop("margin"), "rows of 'margin', got none"),
+    "a column too short": (lambda f: f.samples.update(guess=f.samples["guess"][1:]), "rows of 'guess'"),
+    "a column of floats": (lambda f: f.samples.update(label=f.samples["label"].double()), "rows of 'label'"),
+}
+
+
+@pytest.mark.parametrize("name", INCONSISTENT)
+def test_what_contradicts_itself_is_noticed_without_the_model(bundle: Path, name: str) -> None:
+    forge, expected = INCONSISTENT[name]
+    forged = Forged(bundle)
+    forge(forged)
+    forged.write()
+    with pytest.raises(DamagedError, match=expected):
+        verify(bundle)
+
+
+def test_images_of_another_type_or_shape_than_the_model_takes(bundle: Path) -> None:
+    forged = Forged(bundle)
+    held = copy.deepcopy(forged.shards)
+    for shard in forged.shards.values():
+        shard["images"] = shard["images"].double()
+    forged.write()
+    with pytest.raises(DamagedError, match=r"expected adversarial images in torch\.float32"):
+        check(bundle)
+    for name, shard in held.items():
+        forged.shards[name]["images"] = shard["images"].reshape(-1, 1, 2, 8)
+    forged.write()
+    with pytest.raises(DamagedError, match=r"of shape \(1, 4, 4\), got \(1, 2, 8\)"):
+        check(bundle)
