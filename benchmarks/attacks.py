@@ -75,7 +75,8 @@ def available() -> tuple[dict[str, str], list[str]]:
             importlib.import_module(module)
             found[package] = importlib.metadata.version(package)
         except ImportError as error:
-            missing.append(f"{package} could not be imported ({str(error).splitlines()[0]}).")
+            needs = "; it requires torchvision, which this package does without" if package == "adv-lib" else ""
+            missing.append(f"{package} could not be imported ({str(error).splitlines()[0]}){needs}.")
     return found, missing
 
 
@@ -534,6 +535,7 @@ def main() -> None:
         "  convolutions: no cleverness around them saves more. Attacks that ask for more than a gradient a step, and",
         "  those that most samples fall to, leave more to save.",
         "- FGSM here also asks whether it succeeded: one forward more than the peers' single step.",
+        "- SPSA: what torchattacks calls 32 samples are 32 pairs, so it asks twice as often as the 16 pairs here.",
         "- Square in l2: ART divides by the norm of a window where the paper multiplies by it, so that each bump takes",
         "  most of the radius; with few queries this can break more than the published algorithm does.",
         "",

@@ -253,7 +253,10 @@ class TestLinearOracle:
 
     @pytest.mark.parametrize("name", sorted(EXACT_ATTACKS_IN_BOX))
     @every_norm
-    @pytest.mark.parametrize("loss", sorted(name for name, loss in LOSSES.items() if loss.needs == "nothing"))
+    # The probability margin is flat where the target's probability is near 0, and may stop at another class on the way.
+    @pytest.mark.parametrize(
+        "loss", sorted({k for k, v in LOSSES.items() if v.needs == "nothing"} - {"probability-margin"})
+    )
     def test_a_target_is_reached(self, name: str, norm: Norm, loss: str) -> None:
         model, x = LinearClassifier(randn(4, 12), torch.zeros(4, dtype=torch.float64)), rand(4, 1, 3, 4)
         y = model(x).argmax(dim=1)

@@ -112,20 +112,31 @@ def test_a_model_that_cannot_be_copied_stays_in_one_thread() -> None:
     assert {threading.get_ident()} == SEEN
 
 
-def test_an_error_in_a_thread_is_the_callers_and_leaves_no_trace() -> None:
-    model, x, y = a_batch()
-    model.train()
-    weight = model.convolution.weight
+class Failing(Watched):
+    """A model that fails in a thread, at its call number `at`."""
 
-    def fail(*_: Any) -> None:
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        super().__init__()
+        self.error, self.at = error, at
+
+    def forward(self, x: Tensor) -> Tensor:
         if threading.current_thread() is not threading.main_thread():
-            raise KeyboardInterrupt
+            CALLS.append(len(x))
+            if len(CALLS) == self.at:
+                raise self.error("no more")
+        return super().forward(x)
 
-    handle = model.register_forward_pre_hook(fail)
-    threads = threading.active_count()
+
+CALLS: list[int] = []
+
+
+def test_an_error_in_a_thread_is_the_callers_and_leaves_no_trace() -> None:
+    _, x, y = a_batch()
+    CALLS.clear()
+    model = Failing(KeyboardInterrupt, 1).train()
+    weight, threads = model.convolution.weight, threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         PGD(steps=2).run(model, x, y, ThreatModel(eps=0.1))
-    handle.remove()
     assert model.training
     assert weight.requires_grad
     assert model.convolution.weight is weight
@@ -134,17 +145,57 @@ def test_an_error_in_a_thread_is_the_callers_and_leaves_no_trace() -> None:
 
 
 def test_an_error_in_one_part_ends_the_others_early() -> None:
-    model, x, y = a_batch()
-    calls = []
-
-    def fail(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        if threading.current_thread() is threading.main_thread():
-            return
-        calls.append(len(inputs[0]))
-        if len(calls) == 4:
-            raise RuntimeError("no more")
-
-    model.register_forward_pre_hook(fail)
+    _, x, y = a_batch()
+    CALLS.clear()
     with pytest.raises(RuntimeError, match="no more"):
-        PGD(steps=100_000, step_size=1e-9).run(model, x, y, ThreatModel(eps=1e-6))
-    assert len(calls) < 10_000
+        PGD(steps=100_000, step_size=1e-9).run(Failing(RuntimeError, 4).eval(), x, y, ThreatModel(eps=1e-6))
+    assert len(CALLS) < 10_000
+
+
+class Hooked(Watched):
+    """A model that takes its features by a hook: in a copy, the hook would still write into the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[str, Tensor] = {}
+        self.convolution.register_forward_hook(lambda _, __, out: self.taken.update(features=out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        logits: Tensor = self.linear(torch.tanh(self.taken["features"]).flatten(1))
+        return logits
+
+
+def test_a_model_with_hooks_or_functions_of_its_own_stays_in_one_thread() -> None:
+    plain, x, y = a_batch()
+    plain.by = lambda values: values  # type: ignore[assignment]
+    for model in (Hooked().eval(), plain):
+        SEEN.clear()
+        PGD(steps=2).run(model, x, y, ThreatModel(eps=0.1))
+        assert {threading.get_ident()} == SEEN
+    plain.by = torch.nn.functional.relu  # type: ignore[assignment]
+    SEEN.clear()
+    PGD(steps=2).run(plain, x, y, ThreatModel(eps=0.1))
+    assert {threading.get_ident()} != SEEN
+
+
+class Scratch(Watched):
+    """A model that computes in a buffer."""
+
+    scratch: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scratch", torch.empty(0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.resize_(x.shape).copy_(x.detach().round(decimals=2))
+        return super().forward(x + self.scratch - x.detach())
+
+
+def test_threads_do_not_share_buffers() -> None:
+    _, x, y = a_batch()
+    attack, threat = ATTACKS["square"](queries=40), ThreatModel(eps=0.2)
+    two = attack.run(Scratch().eval(), x, y, threat)
+    torch.set_num_threads(1)
+    torch.testing.assert_close(two.x_adv, attack.run(Scratch().eval(), x, y, threat).x_adv)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, logits_of
+from steelman.rng import Key
 from steelman.threat import ThreatModel
 
 
@@ -25,15 +26,17 @@ def laid_out(
         yield torch.contiguous_format
         return
     kept = [kernel.data for kernel in kernels]
-    # Two images, for a batch of one hides a layout; grey ones, for a sample's queries are its own.
-    grey = torch.full_like(x[:1], (threat.low + threat.high) / 2).repeat(2, 1, 1, 1)
+    # Two images, for a batch of one hides a layout; of noise, for a sample's queries are its own, and a grey image is
+    # the same in any order of its pixels.
+    noise = Key(0).fold("layout").uniform(torch.arange(2, device=x.device), tuple(x.shape[1:]), x.dtype)
+    tried = threat.low + (threat.high - threat.low) * noise
 
     def agrees() -> bool:
         try:
-            expected = _answer(model, grey.clone(), backward)
+            expected = _answer(model, tried.clone(), backward)
             for kernel in kernels:
                 kernel.data = _channels_last(kernel.data)
-            got = _answer(model, grey.contiguous(memory_format=torch.channels_last), backward)
+            got = _answer(model, tried.contiguous(memory_format=torch.channels_last), backward)
             return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-4)
         except Exception:  # whatever a model has against it, it is attacked as it is
             return False

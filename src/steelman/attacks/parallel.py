@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,8 @@ def search_in_parts(search: Callable[[Problem], None], problem: Problem) -> None
         with ThreadPoolExecutor(workers, initializer=begin) as pool:
             futures = [pool.submit(work, rows) for rows in parts]
             try:
-                for future in futures:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
                     future.result()
             except BaseException:
                 stop.set()  # the others end at their next question
@@ -64,6 +66,16 @@ def search_in_parts(search: Callable[[Problem], None], problem: Problem) -> None
 
 class StoppedError(Exception):
     """Raised in a thread whose search is no longer wanted."""
+
+
+def _tied(module: nn.Module) -> bool:
+    """Whether a module holds a hook or a function, which stays the original's own in a copy. Functions of torch keep no
+    notes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        return True
+    functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
+    return any(not function.__module__.startswith("torch.") for function in functions)
 
 
 def _repeatable(problem: Problem) -> bool:
@@ -82,8 +94,10 @@ def _grey(x: Tensor, threat: ThreatModel) -> Tensor:
 
 def _copies(model: nn.Module, count: int) -> list[nn.Module]:
     """Copies that share the weights and nothing else, for a model may keep notes while it computes; none, if it cannot
-    be copied."""
-    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    be copied, or if a copy would still write into the original."""
+    if any(_tied(module) for module in model.modules()):
+        return []
+    shared = {id(parameter): parameter for parameter in model.parameters()}
     try:
         return [copy.deepcopy(model, dict(shared)) for _ in range(count)]
     except Exception:  # whatever a model has against it, it is attacked as it is

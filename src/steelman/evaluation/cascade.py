@@ -28,6 +28,8 @@ from steelman.threat import ThreatModel
 PILOT, PILOT_LEAST, PILOT_MOST = 0.05, 32, 200
 # What targeted attacks may break that untargeted ones left, before somebody should ask why.
 TARGETED_AHEAD = 0.1
+# What an attack may lose by points that break a rule, before its silence says nothing.
+OUTSIDE = 0.05
 
 
 @dataclasses.dataclass
@@ -76,9 +78,14 @@ class Runner:
         parts = dict(enumerate(self.parts(torch.arange(self.total))))
         done = {f"clean-{batch:05d}": part for batch, part in parts.items() if self.work.has(f"clean-{batch:05d}")}
         for name, (x, y, rows) in zip(done, stream(self.source, list(done.values()), None, self.workers), strict=True):
-            other = rows[digests(x, y) != self.work.batch(name, dict)["digest"]]
+            kept = self.work.batch(name, dict)
+            other = rows[digests(x, y) != kept["digest"]]
             if len(other):
                 raise UserError(f"the data have changed since this evaluation began: sample {int(other[0])} is another")
+            x, y = self._ready(x, y)  # noqa: PLW2901
+            lead = -margin(self.answers(x), y).double().cpu()
+            if not torch.allclose(lead, kept["lead"], rtol=1e-2, atol=1e-3 * float(kept["lead"].abs().max())):
+                raise UserError("the model answers otherwise than when this evaluation began")
 
     def _look(self, x: Tensor, y: Tensor, _: Tensor) -> dict[str, Tensor]:
         started = time.perf_counter()
@@ -179,8 +186,10 @@ class Runner:
         else:
             x_adv = attack(self.model, x, y, self.threat, index=index, key=key)
         seconds = time.perf_counter() - started
-        if x_adv.shape != x.shape:
-            raise UserError(f"{stage.name}: expected points of shape {x.shape}, got {x_adv.shape}")
+        if not isinstance(x_adv, Tensor) or x_adv.shape != x.shape:
+            got = x_adv.shape if isinstance(x_adv, Tensor) else type(x_adv).__name__
+            raise UserError(f"{stage.name}: expected points of shape {x.shape}, got {got}")
+        x_adv = x_adv.detach().to(x)
         inside = self.threat.contains(x_adv, x)
         # A point outside may be anything, NaN included: the clean one stands in for it.
         x_adv = torch.where(inside[:, None, None, None], x_adv, x)
@@ -209,7 +218,8 @@ class Runner:
     def doubts(self) -> list[Flag]:
         """The flags that only the stages can raise."""
         found = []
-        watch = [record for record in self.records if record.name.startswith("sentinel ")]
+        sentinels = {stage.name for stage in self.suite.stages if stage.sentinel}
+        watch = [record for record in self.records if record.name in sentinels]
         if watch:
             tried, broken = watch[0].attacked, sum(record.broken for record in watch)
             found.append(
@@ -222,6 +232,19 @@ class Runner:
                     "one, every survivor is attacked at full cost",
                 )
             )
+        for record in self.records:
+            share = self.outside.get(record.name, 0) / max(record.attacked, 1)
+            if share > OUTSIDE:
+                found.append(
+                    flag(
+                        "points outside",
+                        share,
+                        OUTSIDE,
+                        "suspect",
+                        f"{share:.0%} of the points that {record.name} gave lie outside the threat model and could not "
+                        "be counted: it does not know the rules",
+                    )
+                )
         by_name = {record.name: record for record in self.records}
         if "targets" in by_name:
             share = by_name["targets"].broken / max(self.total, 1)

@@ -55,7 +55,7 @@ def evaluate(
     batch_size: int = 256,
     seed: int = 0,
     minutes: float | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     curve: bool = True,
     gallery: int = 8,
     surrogates: Sequence[nn.Module] = (),
@@ -87,25 +87,33 @@ def evaluate(
         raise UserError(f"samples: expected at least 1, got {samples}")
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes: expected a time above 0, got {minutes}")
-    check_model(model)
-    source = _source(x, y, threat)
-    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    classes = check_contract(model, source, threat, device)
-    random = check_manners(model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages))
-    total = len(source) if samples is None else min(samples, len(source))
-    names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
-    settings = {
-        "model": name,
-        "weights": weights_digest(model),
-        "data": data_name,
-        "total": total,
-        "threat": dataclasses.asdict(threat),
-        "suite": _described(chosen),
-        "seed": seed,
-        "batch_size": batch_size,
-        "versions": versions(),
-    }
+    if batch_size < 1:
+        raise UserError(f"batch_size: expected at least 1, got {batch_size}")
+    if gallery < 0:
+        raise UserError(f"gallery: expected 0 or more samples, got {gallery}")
+    out = None if out is None else Path(out)
     with contextlib.ExitStack() as stack:
+        check_model(model)
+        source = _source(x, y, threat)
+        device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        # Whatever the caller computes in, the answers are judged in full precision, and attacks need gradients.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        classes = check_contract(model, source, threat, device)
+        random = check_manners(model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages))
+        total = len(source) if samples is None else min(samples, len(source))
+        names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
+        settings = {
+            "model": name,
+            "weights": weights_digest(model),
+            "data": data_name,
+            "total": total,
+            "threat": dataclasses.asdict(threat),
+            "suite": _described(chosen),
+            "seed": seed,
+            "batch_size": batch_size,
+            "versions": versions(),
+        }
         tell = stack.enter_context(_progress(console, name))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="steelman-"))) if out is None else out
         work = stack.enter_context(Work(place / "work", settings))
@@ -174,6 +182,9 @@ def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source
         return x
     if y is None:
         raise UserError("expected labels y with images x, got None")
+    if isinstance(x, Tensor) and x.is_inference():
+        with torch.inference_mode(False):
+            x = x.clone()
     return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
@@ -181,7 +192,8 @@ def _verdict(run: Runner, flags: list[Flag], *, random: bool) -> Verdict:
     """What may be believed: the worst that any raised flag leaves."""
     order = list(get_args(Trust))
     raised = [one for one in flags if one.raised]
-    worst: list[Trust] = ["suspect" if random else "sound", *(one.trust for one in raised)]
+    unsure = random or not (run.complete or run.suite.protocol)
+    worst: list[Trust] = ["suspect" if unsure else "sound", *(one.trust for one in raised)]
     reasons = [one.text for one in raised]
     if random:
         reasons.append("the model is random: another draw of its noise may give another answer")
