@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -166,3 +167,25 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     (other / "evidence.json").write_text(json.dumps(record))
     with pytest.raises(DamagedError):
         compare({"a": a, "b": other})
+
+
+def test_nothing_is_concluded_where_something_stands_in_the_way(tmp_path: Path) -> None:
+    """A model is not more robust than itself because it was attacked less."""
+    x, y = data()
+    weak = measured(tmp_path / "weak", 0.0, x, y)
+    strong = measured(tmp_path / "strong", 0.9, x, y)
+    (pair,) = compare({"weak": weak, "strong": strong}).pairs
+    assert pair.corrected < 0.05
+    assert pair.but == ""
+    for reason in ("they have the same weights", "they were not attacked alike", "the verdict on strong is suspect"):
+        text = dataclasses.replace(pair, but=reason).text
+        assert text.startswith("more samples of weak than of strong were left standing, but " + reason)
+        assert "more robust" not in text
+    idle = tmp_path / "idle"
+    nothing = {"FGSM": PGD(steps=1, start="zero", step_size=1e-9)}
+    evaluate(model(0.9), x, y, ThreatModel(eps=EPS), nothing, out=idle, curve=False)
+    (same,) = compare({"idle": idle, "strong": strong}).pairs
+    assert same.corrected < 0.05
+    assert same.but == "they have the same weights"
+    (unlike,) = compare({"idle": idle, "weak": weak}).pairs
+    assert unlike.but == "they were not attacked alike"

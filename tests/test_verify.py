@@ -140,6 +140,10 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
     "copy: trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid"), "evaluation.json"),
     "copy: score": lambda f: edit(f, lambda r: r["scores"][-1].update(correct=N), "evaluation.json"),
     "copy: stage score": lambda f: edit(f, lambda r: r["scores"][1].update(correct=N), "evaluation.json"),
+    "copy: total of a score": lambda f: edit(f, lambda r: r["scores"][-1].update(total=N + 1), "evaluation.json"),
+    "copy: name of a score": lambda f: edit(f, lambda r: r["scores"][1].update(name="AutoAttack"), "evaluation.json"),
+    "copy: settings": lambda f: edit(f, lambda r: r["scores"][1]["settings"].update(steps=10_000), "evaluation.json"),
+    "copy: attack of the curve": lambda f: edit(f, lambda r: r.update(curve_attack="PGD-10000"), "evaluation.json"),
     "copy: eps": lambda f: edit(f, lambda r: r.update(eps=0.06), "evaluation.json"),
     "copy: confusion": lambda f: edit(f, lambda r: r["confusion"][0].reverse(), "evaluation.json"),
     "copy: curve": lambda f: edit(

@@ -52,7 +52,8 @@ class Measured:
 class Pair:
     """Two models on the `common` samples: those that only the first withstands, only the second, both.
 
-    `p` is how often at least so uneven a split would come by chance; `corrected` is Holm's, over all pairs.
+    `p` is how often at least so uneven a split would come by chance; `corrected` is Holm's, over all pairs. `but` is
+    why nothing follows from it, where something stands in the way.
     """
 
     first: str
@@ -63,6 +64,7 @@ class Pair:
     only_second: int
     p: float
     corrected: float
+    but: str = ""
 
     @property
     def text(self) -> str:
@@ -73,6 +75,8 @@ class Pair:
         )
         if self.corrected < LEVEL:
             ahead, behind = (self.first, self.second)[:: 1 if self.only_first > self.only_second else -1]
+            if self.but:
+                return f"more samples of {ahead} than of {behind} were left standing, but {self.but}: {counts}"
             return f"{ahead} is more robust than {behind}: {counts} ({self.figures})"
         neither = f"these samples do not settle which of {self.first} and {self.second} is the stronger"
         return f"{neither}: {counts} ({self.figures})"
@@ -112,7 +116,11 @@ def compare(folders: Mapping[str, Path]) -> Comparison:
     tested = [_pair(one, other, held[one], held[other]) for one, other in itertools.combinations(bundles, 2)]
     corrected = holm([pair.p for pair in tested])
     models = tuple(_measured(name, bundle) for name, bundle in bundles.items())
-    pairs = tuple(dataclasses.replace(pair, corrected=p) for pair, p in zip(tested, corrected, strict=True))
+    by_name = {model.name: model for model in models}
+    pairs = tuple(
+        dataclasses.replace(pair, corrected=p, but=_but(pair, bundles, by_name))
+        for pair, p in zip(tested, corrected, strict=True)
+    )
     return Comparison(
         threat=bundles[first].threat, models=models, pairs=pairs, notes=tuple(_notes(bundles, models, pairs))
     )
@@ -175,6 +183,17 @@ def _pair(first: str, second: str, ours: Mapping[tuple[int, int], bool], its: Ma
         p=p,
         corrected=p,
     )
+
+
+def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measured]) -> str:
+    """Why a difference would not be the models' own."""
+    records = [bundles[name].record for name in (pair.first, pair.second)]
+    if records[0]["weights"] == records[1]["weights"]:
+        return "they have the same weights"
+    if records[0]["suite"] != records[1]["suite"]:
+        return "they were not attacked alike"
+    unsound = [name for name in (pair.first, pair.second) if models[name].trust != "sound"]
+    return f"the verdict on {unsound[0]} is {models[unsound[0]].trust}" if unsound else ""
 
 
 def _measured(name: str, bundle: Bundle) -> Measured:

@@ -129,14 +129,20 @@ def _copy(bundle: Bundle) -> None:
         said |= {"seed": found.seed, "versions": found.versions}
         said["threat"] = {name: getattr(found, name) for name in bundle.record["threat"]}
         said["clean_correct"], said["robust_correct"] = (found.score(n).correct for n in ("clean", "worst case"))
-        said["scores"], said["margins"] = [score.correct for score in found.scores[1:-1]], list(found.margins)
+        said["scores"] = [[s.name, s.correct, s.total, s.settings] for s in found.scores]
+        said["margins"] = list(found.margins)
     except UserError as error:
         raise DamagedError(str(error)) from None
     except (TypeError, LookupError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
     alive = bundle.samples["margin"][bundle.samples["broken_by"] == ROBUST].sort().values
     expected = {**bundle.record, "margins": [round(value, 6) for value in alive.tolist()]}
-    expected["scores"] = [stage["left"] for stage in bundle.record["stages"]]
+    record = bundle.record
+    expected["scores"] = [
+        ["clean", record["clean_correct"], record["total"], {}],
+        *([s["name"], s["left"], record["total"], s["settings"]] for s in record["stages"]),
+        ["worst case", record["robust_correct"], record["total"], {}],
+    ]
     for key, value in said.items():
         if value != expected[key]:
             raise DamagedError(f"{path} was changed: its {key} is not that of the evidence")

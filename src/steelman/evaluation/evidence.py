@@ -133,6 +133,7 @@ def claims(found: Evaluation) -> dict[str, Any]:
         "right": found.right,
         "confusion": found.confusion,
         "curve": [dataclasses.asdict(point) for point in found.curve],
+        "curve_attack": found.curve_attack,
         "notes": found.notes,
         "gallery": _gallery_digest(found),
     }

@@ -79,6 +79,7 @@ class Claims(_Part):
     confusion: list[list[Count]]
     right: list[Count]
     curve: list[dict[str, Any]]
+    curve_attack: str
     notes: list[str]
     gallery: Hash
     files: dict[str, Hash]
