@@ -83,7 +83,7 @@ def test_all_mistakes_are_listed_with_their_paths() -> None:
         (
             {"attack": {"name": "pgd", "stesp": 3}},
             "inner.attack.stesp",
-            "unknown option of attack 'pgd' 'stesp' (did you mean 'steps'?); choices: decay, head_margin, head_scale, keep, ",
+            "unknown option of attack 'pgd' 'stesp' (did you mean 'steps'?); choices: decay, head_margin, ",
         ),
         ({"attack": {"name": "pgd", "loss": "cw"}}, "inner.attack.loss", "unknown loss 'cw'; choices: cross-entropy, "),
         (
