@@ -482,7 +482,7 @@ def main() -> None:
     lines = [
         "# Attacks beside their peers",
         "",
-        "Written by `make bench-attacks` (rows of an earlier call are kept): same images, model and settings, batches of",
+        "Written by `make bench-attacks` (earlier rows are kept): same images, model and settings, batches of",
         f"{options.batch_size}, {torch.get_num_threads()} threads, float32, set-up included. A point counts, a peer's",
         "and ours, if it is in the threat model and the model is wrong. `p` is McNemar's exact test on the samples",
         "that only one of the two broke: above 0.05, the difference is within the noise of random starts.",
