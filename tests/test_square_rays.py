@@ -16,7 +16,19 @@ from steelman.attacks import rays as rays_module
 from steelman.attacks import square as square_module
 from steelman.attacks.engine import Found, Problem, Search
 from steelman.attacks.rays import RayS, accuracy, adbd
-from steelman.attacks.square import CHUNK, Square, image_shape, share, squares, stripes
+from steelman.attacks.square import (
+    CHUNK,
+    MOVES,
+    Square,
+    _draw,
+    _Draws,
+    _pixels,
+    bumps,
+    image_shape,
+    share,
+    squares,
+    stripes,
+)
 from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
@@ -51,6 +63,7 @@ FACTOR = 1.2
 CASES: list[tuple[Search, Norm]] = [
     (Square(queries=60), "linf"),
     (Square(queries=60), "l2"),
+    (Square(queries=60, whole=True), "l2"),
     (RayS(queries=120), "linf"),
 ]
 every_case = pytest.mark.parametrize(("attack", "norm"), CASES)
@@ -385,6 +398,20 @@ class TestSquare:
         threat = ThreatModel(eps=0.004)
         plain, rescaled = (Square(queries=100, rescale=on)(model, x, y, threat) for on in (False, True))
         assert margins(model, rescaled, y).mean() > margins(model, plain, y).mean()
+
+    def test_a_bump_of_the_whole_radius_holds_most_of_it(self) -> None:
+        x = rand(6, 1, 64, seed=5) / 4 + 0.4
+        threat, key = ThreatModel(norm="l2", eps=0.5), Key(6)
+        best = bumps(x.view(6, 1, 8, 8), threat, torch.arange(6), key).flatten(2)
+        draws = _draw(key, torch.arange(6), [3], (1, 8, 8), x.dtype)
+        shares = []
+        for norm in ("l2", "l2, whole"):
+            delta = MOVES[norm][1](best, x, threat, (1, 8, 8), 3, _Draws(*(drawn[0] for drawn in draws))) - x
+            inside = delta.gather(2, _pixels(draws.corner[0], 3, (1, 8, 8)))
+            assert torch.allclose(delta.norm(dim=2), torch.tensor(0.5, dtype=x.dtype))
+            shares.append(inside.norm(dim=2) / delta.norm(dim=2))
+        assert (shares[1] > 0.7).all()
+        assert (shares[1] > shares[0]).all()
 
     def test_a_given_start_is_gone_on_from(self) -> None:
         model, x, y = samples(6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -30,8 +31,9 @@ class Square(Search):
 
     Arguments: `queries` is what a restart may ask for each sample, the start included; `p` the share of the image that
     the first squares cover, halved as the search goes on; `rescale` stretches that schedule from 10,000 queries to
-    `queries`, as the paper has it, while AutoAttack (the default here) does not. Towards a target the loss is the
-    target's cross-entropy, as in AutoAttack.
+    `queries`, as the paper has it, while AutoAttack (the default here) does not; `whole` lets an l2 bump take the whole
+    radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows held: with
+    few queries it can break more. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
 
     Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
     and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
@@ -56,6 +58,7 @@ class Square(Search):
     p: Annotated[Number, Field(gt=0, le=1)] = 0.8
     restarts: Count = 1
     rescale: bool = False
+    whole: bool = False
 
     def search(self, problem: Problem) -> None:
         begin = stripes if problem.threat.norm == "linf" else bumps
@@ -67,18 +70,26 @@ class Square(Search):
                 start = problem.start[rows]
             else:
                 start = begin(problem.x[rows], problem.threat, problem.index[rows], key.fold("start"))
-            squares(problem, rows, start, key, queries=self.queries, p=self.p, rescale=self.rescale)
+            squares(problem, rows, start, key, queries=self.queries, p=self.p, rescale=self.rescale, whole=self.whole)
 
 
 def squares(
-    problem: Problem, rows: Tensor, start: Tensor, key: Key, *, queries: int, p: float = 0.8, rescale: bool = False
+    problem: Problem,
+    rows: Tensor,
+    start: Tensor,
+    key: Key,
+    *,
+    queries: int,
+    p: float = 0.8,
+    rescale: bool = False,
+    whole: bool = False,
 ) -> None:
     """The random search for the samples `rows`, from any points `start` of the threat model; `queries` for each.
 
     A sample leaves at its first success. What a sample does depends on its own noise and its own loss alone.
     """
     size, threat = tuple(problem.x.shape[1:]), problem.threat
-    shape, (side, move) = image_shape(size), MOVES[threat.norm]
+    shape, (side, move) = image_shape(size), MOVES["l2, whole" if whole and threat.norm == "l2" else threat.norm]
     x, best = (image.reshape(len(rows), shape[0], shape[1] * shape[2]) for image in (problem.x[rows], start.clone()))
     candidate, value, draws, sides = best, torch.empty(0), None, [0]
     for step in range(queries):
@@ -226,7 +237,9 @@ def _square(best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, 
     return best.scatter(2, at, torch.add(clean, sign, alpha=threat.eps).clamp_(threat.low, threat.high))
 
 
-def _windows(best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, draws: _Draws) -> Tensor:
+def _windows(
+    best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, draws: _Draws, *, whole: bool = False
+) -> Tensor:
     """x' with the norm of one window, and what is unused of eps, given to a bump on another."""
     first, second = _pixels(draws.corner, s, shape), _pixels(draws.other, s, shape)
     delta = best - x
@@ -236,7 +249,8 @@ def _windows(best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int,
     freed = old.square().sum(dim=2, keepdim=True) + delta.gather(2, second).square().sum(dim=2, keepdim=True)
     delta.scatter_(2, second, 0.0)
     pattern = torch.where(draws.turned[:, None], bump(s, x).flatten(), bump(s, x).T.flatten())[:, None, :]
-    new = _unit(draws.sign * pattern + _unit(old)) * (freed + unused / shape[0]).sqrt()
+    size = threat.eps if whole else (freed + unused / shape[0]).sqrt()
+    new = _unit(draws.sign * pattern + _unit(old)) * size
     return _on_sphere(delta.scatter_(2, first, new), x, threat)
 
 
@@ -263,4 +277,8 @@ def _offsets(s: int, width: int, device: torch.device) -> Tensor:
     return (side[:, None] * width + side).flatten()
 
 
-MOVES = {"linf": (square_side, _square), "l2": (window_side, _windows)}
+MOVES: dict[str, tuple[Callable[[float, Shape], int], Callable[..., Tensor]]] = {
+    "linf": (square_side, _square),
+    "l2": (window_side, _windows),
+    "l2, whole": (window_side, functools.partial(_windows, whole=True)),
+}
