@@ -37,6 +37,7 @@ from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.threat import ThreatModel, norms
 
+AGAIN = 60.0  # seconds for all libraries together below which a row is run twice
 Peer = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -303,14 +304,14 @@ def timed(attack: Callable[[Tensor, Tensor], Any], case: Case, batch_size: int) 
 
 
 def compare(case: Case, row: Row, batch_size: int, peers: set[str]) -> dict[str, Any]:
-    """One row of the table: each library in turn, one pass each."""
+    """One row of the table: each library in turn; all of them a second time, for the better, if that is soon done."""
     threat = ThreatModel(norm=row.norm, eps=case.eps[row.norm])  # type: ignore[arg-type]
     attack = ATTACKS[row.name](**row.options)
     place = {"at": 0}
 
     def ours(x: Tensor, y: Tensor) -> Any:
         index = torch.arange(len(x)) + place["at"]
-        place["at"] += len(x)
+        place["at"] = (place["at"] + len(x)) % len(case.x)
         return attack.run(case.model, x, y, threat, index=index)
 
     seconds, found = timed(ours, case, batch_size)
@@ -331,18 +332,11 @@ def compare(case: Case, row: Row, batch_size: int, peers: set[str]) -> dict[str,
     for name, peer in row.peers.items():
         if name.split()[0] not in peers:
             continue
-        torch.manual_seed(0)
-        modes = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
         try:
-            taken, points = timed(lambda x, y, peer=peer: peer(case.model, x, y), case, batch_size)
+            taken, points = _peer_timed(peer, case, batch_size)
         except Exception as error:  # a peer that cannot do it is a result too
             record["peers"][name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
             continue
-        finally:
-            case.model.eval()
-            for parameter, wanted in modes:
-                parameter.requires_grad_(wanted)
-                parameter.grad = None
         theirs = judge(case, threat, torch.cat(points), case.model)
         only_ours, only_theirs = int((broken & ~theirs).sum()), int((theirs & ~broken).sum())
         record["peers"][name] = {
@@ -352,7 +346,26 @@ def compare(case: Case, row: Row, batch_size: int, peers: set[str]) -> dict[str,
             "only theirs": only_theirs,
             "p": float(binomtest(only_theirs, only_ours + only_theirs).pvalue) if only_ours + only_theirs else 1.0,
         }
+    timings = [ours_record, *(peer for peer in record["peers"].values() if "seconds" in peer)]
+    if sum(one["seconds"] for one in timings) < AGAIN:
+        ours_record["seconds"] = min(seconds, timed(ours, case, batch_size)[0])
+        for name, one in record["peers"].items():
+            if "seconds" in one:
+                one["seconds"] = min(one["seconds"], _peer_timed(row.peers[name], case, batch_size)[0])
     return record
+
+
+def _peer_timed(peer: Peer, case: Case, batch_size: int) -> tuple[float, list[Any]]:
+    """A peer's pass, with the model left as it was."""
+    torch.manual_seed(0)
+    modes = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
+    try:
+        return timed(lambda x, y: peer(case.model, x, y), case, batch_size)
+    finally:
+        case.model.eval()
+        for parameter, wanted in modes:
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
 
 
 def through_features(case: Case, steps: list[int], step_size: float, batch_size: int) -> list[dict[str, Any]]:
@@ -537,6 +550,7 @@ def main() -> None:
         "  convolutions: no cleverness around them saves more. Attacks that ask for more than a gradient a step, and",
         "  those that most samples fall to, leave more to save.",
         "- Square: `rescale` is on, as in the peers; the default here is AutoAttack's, off.",
+        f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn; each one's better pass counts.",
         "- FGSM here also asks whether it succeeded: one forward more than the peers' single step.",
         "- SPSA: what torchattacks calls 32 samples are 32 pairs.",
         "- Square in l2: ART divides by the norm of a window where the paper multiplies by it, so that each bump takes",
