@@ -550,7 +550,7 @@ def main() -> None:
         "  convolutions: no cleverness around them saves more. Attacks that ask for more than a gradient a step, and",
         "  those that most samples fall to, leave more to save.",
         "- Square: `rescale` is on, as in the peers; the default here is AutoAttack's, off.",
-        f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn; each one's better pass counts.",
+        f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn; the better pass counts.",
         "- FGSM here also asks whether it succeeded: one forward more than the peers' single step.",
         "- SPSA: what torchattacks calls 32 samples are 32 pairs.",
         "- Square in l2: ART divides by the norm of a window where the paper multiplies by it, so that each bump takes",

@@ -96,7 +96,8 @@ def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[
     lines = [
         f"## {case.label}",
         "",
-        f"{n} images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took on average.",
+        f"{n} images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took on average, in "
+        "the attacks; flags, self-test and curve are in the seconds alone.",
         "",
         "| verdict | seed | robust | 95% interval | F | B | seconds | only it / only AutoAttack | time ratio | trust |",
         "|---|---|---|---|---|---|---|---|---|---|",

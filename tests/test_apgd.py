@@ -313,7 +313,14 @@ class TestCost:
 
 @every_norm
 @pytest.mark.parametrize(
-    "attack", [APGD(steps=12, restarts=2), APGD(steps=8, loss="targeted-dlr"), MultiTargeted(steps=5)], ids=str
+    "attack",
+    [
+        APGD(steps=12, restarts=2),
+        APGD(steps=8, loss="targeted-dlr"),
+        APGD(steps=8, loss="targeted-dlr", together=True),
+        MultiTargeted(steps=5),
+    ],
+    ids=str,
 )
 def test_alone_or_in_a_batch(norm: Norm, attack: Any) -> None:
     model, x, y = samples()
@@ -326,6 +333,31 @@ def test_alone_or_in_a_batch(norm: Norm, attack: Any) -> None:
         alone = attack.run(model, x[one], y[one], threat, index=index[one], key=Key(2))
         assert torch.equal(alone.x_adv, whole.x_adv[one])
         assert torch.equal(alone.forwards, whole.forwards[one])
+
+
+@every_norm
+@pytest.mark.parametrize("start", ["uniform", "diversified"])
+def test_targets_together_break_what_they_break_in_turn(norm: Norm, start: Any) -> None:
+    model, x, y = samples(12)
+    threat = ThreatModel(norm=norm, eps=EPS[norm] / 3)
+    turn, together = (
+        APGD(steps=8, loss="targeted-dlr", restarts=2, start=start, together=on).run(model, x, y, threat, key=Key(2))
+        for on in (False, True)
+    )
+    assert 0 < int(turn.success.sum()) < len(x)
+    assert torch.equal(turn.success, together.success)
+    stood = ~turn.success
+    assert torch.equal(turn.x_adv[stood], together.x_adv[stood])
+    assert torch.equal(turn.forwards[stood], together.forwards[stood])
+    assert torch.equal(turn.backwards[stood], together.backwards[stood])
+    assert torch.equal(model(together.x_adv).argmax(dim=1) != y, together.success)
+    assert threat.contains(together.x_adv, x).all()
+
+
+def test_together_asks_in_larger_batches() -> None:
+    model, x, y = samples(2)
+    APGD(steps=5, loss="targeted-dlr", together=True).run(model, x, y, ThreatModel(eps=1e-4))
+    assert [len(part) for part in model.seen[-6:]] == [6] * 6
 
 
 @every_norm

@@ -228,7 +228,7 @@ def test_time_runs_out_honestly_and_can_be_gone_on_from(
         checked = verify(out, model=a_model(), source=the_data())
         assert checked.robust == verdict.correct
     assert 0 < attacked[0] < attacked[1]
-    assert attacked[2] == attacked[1], "what was done before is never lost, however little time there is"
+    assert attacked[1] < attacked[2] <= attacked[1] + 6, "what was done is never lost, and there is always a batch more"
     assert attacked[2] < attacked[3]
     assert robust == sorted(robust, reverse=True)
     with pytest.raises(UserError, match="seed was 0, is 1"):
@@ -241,9 +241,19 @@ def test_time_runs_out_honestly_and_can_be_gone_on_from(
     same(out, whole)
 
 
-def test_no_time_at_all(tmp_path: Path) -> None:
-    found = run(tmp_path / "out", minutes=1e-9)
-    assert found.verdict is not None
-    assert (found.verdict.complete, found.verdict.correct) == (False, found.score("clean").correct)
+def test_no_time_at_all_is_a_batch_each_time(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "SHARD", 4)
+    out, attacked = tmp_path / "out", []
+    for _ in range(100):
+        found = run(out, minutes=1e-9)
+        assert found.verdict is not None
+        if found.verdict.complete:
+            break
+        attacked.append(sum(stage.attacked for stage in found.stages))
+        assert found.verdict.trust == "suspect"
+        assert any("the time ran out after" in note for note in found.notes)
+    assert attacked == sorted(set(attacked))
+    assert len(attacked) > 5
+    same(out, whole)
     with pytest.raises(UserError, match="minutes: expected a time above 0"):
         run(tmp_path / "none", minutes=0)

@@ -309,6 +309,7 @@ def test_a_time_that_runs_out(command: Command, tmp_path: Path) -> None:
 EVALUATING: dict[str, tuple[tuple[str, ...], str]] = {
     "a suite and attacks": (("--suite", "fast", "--attack", "fgsm"), "--suite and --attack: expected one of them"),
     "a misspelt suite": (("--suite", "standart"), "unknown suite 'standart' (did you mean 'standard'?)"),
+    "no radius": (("--suite", "tiny", "--eps", "0"), "eps: expected a radius above 0, got 0"),
     "no time": (("--suite", "tiny", "--minutes", "0"), "minutes: expected a time above 0, got 0"),
     "negative time": (("--suite", "tiny", "--minutes", "-1"), "minutes: expected a time above 0"),
     "time that is none": (("--suite", "tiny", "--minutes", "nan"), "minutes: expected a time above 0"),

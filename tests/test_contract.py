@@ -135,6 +135,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "eot",
     ),
     "train mode": (lambda: a_net("linear").train(), "train mode", "call model.eval()"),
+    "half precision": (lambda: a_net("linear").half(), "precision", "torch.float16, and answers are judged in full"),
     "batch norm without statistics": (unrecorded, "batch", "another size"),
     "the batch's mean": (lambda: Answers(lambda z, x: z - 0.1 * z.mean(dim=0)), "batch", "depends on the others"),
     "tiny logits less the batch's mean": (

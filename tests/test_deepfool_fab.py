@@ -47,6 +47,7 @@ ATTACKS: dict[str, Search] = {
     "deepfool": DeepFool(),
     "fab": FAB(steps=4),
     "fab-t": FAB(steps=4, targets=9),
+    "fab-t, together": FAB(steps=4, targets=9, together=True),
     "fab, restarted": FAB(steps=3, restarts=2),
 }
 # DeepFool's overshoot is 2% of the distance, to the last digit.
@@ -622,3 +623,21 @@ def test_inexact_geometry_noticed(monkeypatch: pytest.MonkeyPatch, norm: Norm, p
     right = getattr(hyperplane, part)
     off = lambda weight, room, *rest: 0.99 * right(weight, room, *rest)  # noqa: E731
     green_then_red(partial(check_step, norm), lambda: monkeypatch.setattr(hyperplane, part, off))
+
+
+@every_norm
+def test_targets_together_find_what_they_find_in_turn(norm: Norm) -> None:
+    model, x, y = samples(12)
+    threat = ThreatModel(norm=norm, eps=EPS[norm] / 3)
+    for distances in (False, True):
+        turn, together = (
+            FAB(steps=6, targets=3, together=on).run(model, x, y, threat, key=Key(2), distances=distances)
+            for on in (False, True)
+        )
+        assert 0 < int(turn.success.sum()) < len(x)
+        assert torch.equal(turn.success, together.success)
+        assert together.distance is not None
+        assert turn.distance is not None
+        stood = ~turn.success
+        assert (together.distance[stood] <= turn.distance[stood] * (1 + 1e-6)).all()
+        assert torch.equal(model(together.x_adv).argmax(dim=1) != y, together.success)

@@ -119,3 +119,30 @@ def test_the_model_is_left_as_it_was() -> None:
     assert modes == [m.training for m in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+class Counted(nn.Module):
+    """An honest model that knows the largest batch it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.sizes = Base(), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        out: Tensor = self.model(x)
+        return out
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_no_batch_is_larger_than_asked_for(norm: str) -> None:
+    threat, model = ThreatModel(norm=norm, eps=0.2), Counted().eval()  # type: ignore[arg-type]
+    at_once = flags(Base().eval(), threat, 30)
+    model.sizes.clear()
+    in_parts = flags(model, threat, 30, batch_size=30)
+    assert {name: one.figure for name, one in in_parts.items()} == {name: one.figure for name, one in at_once.items()}
+    model.sizes.clear()
+    x = images(30)
+    found = signs(model, x, model(x).argmax(dim=1), threat, index=torch.arange(30), key=Key(0), batch_size=7)
+    assert max(model.sizes[1:]) == 7
+    assert {one.name: one.figure for one in found} == {name: one.figure for name, one in at_once.items()}

@@ -64,6 +64,7 @@ CASES: list[tuple[Search, Norm]] = [
     (Square(queries=60), "linf"),
     (Square(queries=60), "l2"),
     (Square(queries=60, whole=True), "l2"),
+    (Square(queries=60, ahead=8), "linf"),
     (RayS(queries=120), "linf"),
 ]
 every_case = pytest.mark.parametrize(("attack", "norm"), CASES)
@@ -413,6 +414,19 @@ class TestSquare:
         assert (shares[1] > 0.7).all()
         assert (shares[1] > shares[0]).all()
 
+    @both_norms
+    def test_squares_asked_about_ahead_are_the_same_search(self, norm: Norm) -> None:
+        model, x, y = samples(10, shape=(2, 5, 6))
+        threat = ThreatModel(norm=norm, eps=EPS[norm] / 4)
+        one = Square(queries=203, restarts=2).run(model, x, y, threat, key=Key(2))
+        assert 0 < int(one.success.sum()) < len(x)
+        for ahead in (2, 7, 64):
+            found = Square(queries=203, restarts=2, ahead=ahead).run(model, x, y, threat, key=Key(2))
+            assert torch.equal(found.x_adv, one.x_adv)
+            assert torch.equal(found.success, one.success)
+            assert (found.forwards >= one.forwards).all()
+            assert ahead == 64 or found.forwards[~one.success].double().mean() < 3 * 406
+
     def test_a_given_start_is_gone_on_from(self) -> None:
         model, x, y = samples(6)
         threat, rows = ThreatModel(eps=0.02), torch.tensor([1, 4, 5])
@@ -607,7 +621,7 @@ class TestMutations:
 
     @both_norms
     def test_candidate_never_moves(self, monkeypatch: pytest.MonkeyPatch, norm: Norm) -> None:
-        still = (square_module.MOVES[norm][0], lambda best, *rest: best.clone())
+        still = (square_module.MOVES[norm][0], lambda best, *rest, **more: best.clone())
         self.broken(self.square(norm), lambda: monkeypatch.setitem(square_module.MOVES, norm, still))
 
     def test_rays_answers_reversed(self, monkeypatch: pytest.MonkeyPatch) -> None:

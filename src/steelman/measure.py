@@ -19,6 +19,7 @@ from steelman.attacks import ATTACKS
 from steelman.config import attack_from_text, name_and_options
 from steelman.errors import UserError
 from steelman.evaluation import Evaluation, Suite, evaluate
+from steelman.evaluation.checks import check_radius
 from steelman.evaluation.evidence import read_bundle, weights_digest
 from steelman.evaluation.harness import versions
 from steelman.evaluation.stages import protocol
@@ -56,6 +57,7 @@ def measure(
     given = dict(attack_from_text(text) for text in attacks)
     asked = subject(target, data=data, root=root, weights=weights, layout=layout, head=head, options=options)
     threat = threat_from(asked.described.get("threat"), norm, eps)
+    check_radius(threat)
     chosen = protocol(given) if given else suite_named(suite or "standard", threat)
     model, dataset = asked.load()
     settings: dict[str, Any] = {

@@ -38,6 +38,11 @@ class Search(abc.ABC):
     reduced: ClassVar[bool] = True
     warm: ClassVar[bool] = False
 
+    @property
+    def copies(self) -> int:
+        """How many points of one sample it may put into one batch."""
+        return 1
+
     @abc.abstractmethod
     def search(self, problem: Problem) -> None:
         """Look for adversarial points and hand them to the problem to keep."""

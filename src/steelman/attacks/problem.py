@@ -72,8 +72,9 @@ class Problem:
         self.nearest: Tensor | None = None
         self.distance = torch.full((n,), float("inf"), dtype=torch.float64, device=device)
 
-    def part(self, rows: Tensor, model: nn.Module, stop: threading.Event) -> Problem:
-        """The problem of the samples `rows` alone, for one thread, with its own copy of the model."""
+    def part(self, rows: Tensor, model: nn.Module, stop: threading.Event | None) -> Problem:
+        """The problem of the samples `rows` alone, for one thread, with its own copy of the model; a row may come
+        several times."""
         part = Problem(
             model,
             self.x[rows],
@@ -96,6 +97,31 @@ class Problem:
             getattr(self, name)[rows] = getattr(part, name)
         if self.nearest is not None and part.nearest is not None:
             self.nearest[rows] = part.nearest
+
+    def spread(self, rows: Tensor, copies: int) -> Problem:
+        """A problem in which the samples `rows` stand `copies` times over, such as once for each target."""
+        part = self.part(rows.repeat(copies), self.model, self.stop)
+        part.checked = self.checked
+        return part
+
+    def gather(self, part: Problem, rows: Tensor) -> None:
+        """Take over, for each of `rows`, the best of what its copies in a ``spread`` found; all of them cost."""
+        copies, n = len(part.x) // max(len(rows), 1), len(rows)
+        for mine, theirs in ((self.forwards, part.forwards), (self.backwards, part.backwards)):
+            mine[rows] += theirs.view(copies, n).sum(dim=0)
+        value = part.value.masked_fill(part.success, float("inf"))
+        if part.nearest is not None and self.nearest is not None:
+            value = -part.distance
+        chosen = value.view(copies, n).argmax(dim=0) * n + torch.arange(n, device=rows.device)
+        if part.nearest is not None and self.nearest is not None:
+            better = part.distance[chosen] < self.distance[rows]
+            self.nearest[rows[better]] = part.nearest[chosen[better]]
+            self.distance[rows[better]] = part.distance[chosen[better]]
+        else:
+            better = ~self.success[rows] & (value[chosen] > self.value[rows])
+            self.best[rows[better]] = part.best[chosen[better]]
+            self.value[rows[better]] = part.value[chosen[better]]
+        self.success[rows] |= part.success[chosen]
 
     def alive(self) -> Tensor:
         """The rows still to be attacked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -33,7 +34,9 @@ class Square(Search):
     the first squares cover, halved as the search goes on; `rescale` stretches that schedule from 10,000 queries to
     `queries`, as the paper has it, while AutoAttack (the default here) does not; `whole` lets an l2 bump take the whole
     radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows held: with
-    few queries it can break more. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
+    few queries it can break more; `ahead` asks about so many squares at once, each as if those before it had been
+    refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker for a
+    few samples at the price of more queries. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
 
     Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
     and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
@@ -59,6 +62,11 @@ class Square(Search):
     restarts: Count = 1
     rescale: bool = False
     whole: bool = False
+    ahead: Annotated[int, Field(ge=1, le=CHUNK)] = 1
+
+    @property
+    def copies(self) -> int:
+        return self.ahead
 
     def search(self, problem: Problem) -> None:
         begin = stripes if problem.threat.norm == "linf" else bumps
@@ -70,7 +78,17 @@ class Square(Search):
                 start = problem.start[rows]
             else:
                 start = begin(problem.x[rows], problem.threat, problem.index[rows], key.fold("start"))
-            squares(problem, rows, start, key, queries=self.queries, p=self.p, rescale=self.rescale, whole=self.whole)
+            squares(
+                problem,
+                rows,
+                start,
+                key,
+                queries=self.queries,
+                p=self.p,
+                rescale=self.rescale,
+                whole=self.whole,
+                ahead=self.ahead,
+            )
 
 
 def squares(
@@ -83,6 +101,7 @@ def squares(
     p: float = 0.8,
     rescale: bool = False,
     whole: bool = False,
+    ahead: int = 1,
 ) -> None:
     """The random search for the samples `rows`, from any points `start` of the threat model; `queries` for each.
 
@@ -91,35 +110,80 @@ def squares(
     size, threat = tuple(problem.x.shape[1:]), problem.threat
     shape, (side, move) = image_shape(size), MOVES["l2, whole" if whole and threat.norm == "l2" else threat.norm]
     x, best = (image.reshape(len(rows), shape[0], shape[1] * shape[2]) for image in (problem.x[rows], start.clone()))
-    candidate, value, draws, sides = best, torch.empty(0), None, [0]
-    for step in range(queries):
-        if len(rows) == 0:
+    walk = _Walk(problem, rows, x, best, torch.full((len(rows),), -math.inf, dtype=torch.float64, device=x.device))
+    walk.ask(best)
+    step, draws, sides = 1, None, list[int]()
+    while step < queries:
+        stay = ~problem.success[walk.rows]
+        if not stay.all():
+            walk = walk.only(stay)
+            draws = None if draws is None else _Draws(*(drawn[:, stay] for drawn in draws))
+        if len(walk.rows) == 0:
             return
         chunk, at = divmod(step - 1, CHUNK)
-        if step > 0 and at == 0:
-            covered = (share(step + later, p, queries if rescale else 10_000) for later in range(-1, CHUNK - 1))
+        if draws is None or at == 0:
+            covered = (share(chunk * CHUNK + place, p, queries if rescale else 10_000) for place in range(CHUNK))
             sides = [side(part, shape) for part in covered]
-            draws = _draw(key.fold("steps", chunk), problem.index[rows], sides, shape, x.dtype)
-        if draws is not None:
-            candidate = move(best, x, threat, shape, sides[at], _Draws(*(drawn[at] for drawn in draws)))
+            draws = _draw(key.fold("steps", chunk), problem.index[walk.rows], sides, shape, x.dtype)
+        count = _alike(sides, at, min(ahead, queries - step))
+        propose = functools.partial(move, threat=threat, shape=shape, s=sides[at])
+        walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
+        step += count
+
+
+def _alike(sides: list[int], at: int, most: int) -> int:
+    """How many squares from number `at` on have one size, up to `most`."""
+    return next((count for count in range(1, most) if sides[at + count : at + count + 1] != [sides[at]]), most)
+
+
+@dataclasses.dataclass
+class _Walk:
+    """The samples still searched for: their places in the problem, images, best points, and how high those are."""
+
+    problem: Problem
+    rows: Tensor
+    x: Tensor
+    best: Tensor
+    value: Tensor
+
+    def only(self, stay: Tensor) -> _Walk:
+        return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value)))
+
+    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> None:
+        """The next squares of each sample, all asked about at once, as if none but the last could help."""
+        count = len(draws.corner)
+        if count == 1:
+            self.ask(propose(self.best, self.x, draws=_Draws(*(drawn[0] for drawn in draws))))
+            return
+        squares = torch.arange(count, device=self.rows.device)
+        past = torch.zeros_like(self.rows)  # how many of them a sample has behind it
+        while bool((past < count).any()):
+            who, which = (past[:, None] <= squares).nonzero(as_tuple=True)
+            drawn = _Draws(*(drawn[which, who] for drawn in draws))
+            helped = self.ask(propose(self.best[who], self.x[who], draws=drawn), who)
+            past.fill_(count)
+            past[who[helped]] = which[helped] + 1
+            past[self.problem.success[self.rows]] = count
+
+    def ask(self, candidate: Tensor, who: Tensor | None = None) -> Tensor:
+        """Keep the candidates that help, of several for one sample the first; their places."""
+        problem, rows = self.problem, self.rows if who is None else self.rows[who]
+        size = problem.x.shape[1:]
         with torch.no_grad():
             logits = problem.logits(candidate.view(-1, *size), rows)
             losses = climbed(problem, logits, rows)
+        value = self.value if who is None else self.value[who]
         # Most squares change nothing for the better, and those need no keeping.
-        hopeful = _hits(problem, logits, rows)
-        hopeful = hopeful | (losses > value) if step > 0 else torch.ones_like(hopeful)
-        kept = hopeful.nonzero()[:, 0]
-        if len(kept) == 0:
-            continue
-        points = candidate[kept]
-        best[kept] = points
-        value = torch.where(hopeful, losses, value) if step > 0 else losses
-        fallen = problem.keep(points.view(-1, *size), logits[kept], losses[kept], rows[kept])
-        if fallen.any():
-            stay = torch.ones_like(hopeful)
-            stay[kept[fallen]] = False
-            rows, x, best, value = rows[stay], x[stay], best[stay], value[stay]
-            draws = None if draws is None else _Draws(*(drawn[:, stay] for drawn in draws))
+        helped = (_hits(problem, logits, rows) | (losses > value)).nonzero()[:, 0]
+        if who is not None and len(helped):
+            fresh = torch.ones_like(helped, dtype=torch.bool)
+            fresh[1:] = who[helped][1:] != who[helped][:-1]
+            helped = helped[fresh]
+        if len(helped):
+            at, points = helped if who is None else who[helped], candidate[helped]
+            self.best[at], self.value[at] = points, losses[helped].double()
+            problem.keep(points.view(-1, *size), logits[helped], losses[helped], rows[helped])
+        return helped
 
 
 def climbed(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:

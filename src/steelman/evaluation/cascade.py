@@ -15,10 +15,11 @@ from steelman.attacks import Search
 from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
+from steelman.evaluation.account import doubts
 from steelman.evaluation.checks import ContractError, as_model, predictions
 from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness
-from steelman.evaluation.masking import flag, signs
-from steelman.evaluation.result import Example, Flag, Score, StageRecord
+from steelman.evaluation.masking import signs
+from steelman.evaluation.result import Flag, StageRecord
 from steelman.evaluation.stages import Stage, Suite, describe
 from steelman.losses import margin
 from steelman.rng import Key
@@ -26,10 +27,6 @@ from steelman.threat import ThreatModel
 
 # The share of the samples on which a cascade measures signs of masking and the curve.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.05, 32, 200
-# What targeted attacks may break that untargeted ones left, before somebody should ask why.
-TARGETED_AHEAD = 0.1
-# What an attack may lose by points that break a rule, before its silence says nothing.
-OUTSIDE = 0.05
 
 
 @dataclasses.dataclass
@@ -53,9 +50,12 @@ class Runner:
         self.ledger = Ledger(self.work.folder, self.total, self.source.shape, dtype)
         self.records: list[StageRecord] = []
         self.outside: dict[str, int] = {}
+        self.refuted: dict[str, int] = {}
         self.nonfinite = 0
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
+        self.advanced = False  # whether this call has attacked a batch: however little time, it gets on by one
+        self.cut: dict[str, tuple[int, int]] = {}  # a stage that the time cut short: how many of its samples it had
         self.watched: Tensor | None = None  # the sentinel's samples
 
     # Before the attacks.
@@ -110,7 +110,9 @@ class Runner:
         rows = self.pilot()
         x, y = self.images(rows)
         key, index = self.key.fold("signs"), self.index(rows)
-        return signs(self.model, x, y, self.threat, index=index, key=key, surrogates=surrogates)
+        return signs(
+            self.model, x, y, self.threat, index=index, key=key, surrogates=surrogates, batch_size=self.batch_size
+        )
 
     # The attacks.
 
@@ -118,7 +120,7 @@ class Runner:
         """Every stage in turn; those kept for doubt run if there is any."""
         for number, stage in enumerate(self.suite.stages):
             if stage.escalation:
-                self.escalated = self.escalated or any(one.raised for one in (*flags, *self.doubts()))
+                self.escalated = self.escalated or any(one.raised for one in (*flags, *doubts(self)))
                 if not self.escalated:
                     continue
             if not self._stage(number, stage, deadline):
@@ -129,10 +131,11 @@ class Runner:
         """One stage on its samples; False if the time ran out."""
         rows, before = self._whom(stage), self.ledger.alive.clone()
         seconds = forwards = backwards = broken = done = 0.0
-        attack = functools.partial(self._attack, stage)
-        for part_rows, part in self._batches(f"{number:02d}", rows, attack, deadline):
+        attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
+        for part_rows, part in self._batches(f"{number:02d}", rows, attack, deadline, copies):
             self.ledger.record(number, part)
             self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
+            self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
             self.nonfinite += int(part["nonfinite"])
             seconds += float(part["seconds"])
             forwards += int(part["forwards"].sum())
@@ -153,6 +156,8 @@ class Runner:
                 seconds=seconds,
             )
         )
+        if done < len(rows):
+            self.cut[stage.name] = (int(done), len(rows))
         return done == len(rows)
 
     def _whom(self, stage: Stage) -> Tensor:
@@ -178,11 +183,11 @@ class Runner:
             raise UserError("the data have changed since this evaluation began")
         key, index, attack = self.key.fold(stage.name), self.index(rows), stage.attack
         started = time.perf_counter()
-        counts = torch.zeros(2, len(rows), dtype=torch.int64)
+        counts, claimed = torch.zeros(2, len(rows), dtype=torch.int64), torch.zeros_like(y, dtype=torch.bool)
         if isinstance(attack, Search):
             start = self.ledger.points(rows, x) if stage.warm else None
             found = attack.run(self.model, x, y, self.threat, index=index, key=key, start=start)
-            x_adv, counts = found.x_adv, torch.stack((found.forwards, found.backwards)).cpu()
+            x_adv, claimed, counts = found.x_adv, found.success, torch.stack((found.forwards, found.backwards)).cpu()
         else:
             x_adv = attack(self.model, x, y, self.threat, index=index, key=key)
         seconds = time.perf_counter() - started
@@ -210,109 +215,15 @@ class Runner:
             "backwards": counts[1],
             "outside": (~inside).sum(),
             "nonfinite": (~finite).sum(),
+            "refuted": (claimed & inside & finite & (logits.argmax(dim=1) == y)).sum(),
             "seconds": torch.tensor(seconds),
         }
 
-    # After the attacks.
-
-    def doubts(self) -> list[Flag]:
-        """The flags that only the stages can raise."""
-        found = []
-        sentinels = {stage.name for stage in self.suite.stages if stage.sentinel}
-        watch = [record for record in self.records if record.name in sentinels]
-        if watch:
-            tried, broken = watch[0].attacked, sum(record.broken for record in watch)
-            found.append(
-                flag(
-                    "sentinel broken",
-                    broken,
-                    0,
-                    "sound",
-                    f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random; where they break "
-                    "one, every survivor is attacked at full cost",
-                )
-            )
-        for record in self.records:
-            share = self.outside.get(record.name, 0) / max(record.attacked, 1)
-            if share > OUTSIDE:
-                found.append(
-                    flag(
-                        "points outside",
-                        share,
-                        OUTSIDE,
-                        "suspect",
-                        f"{share:.0%} of the points that {record.name} gave lie outside the threat model and could not "
-                        "be counted: it does not know the rules",
-                    )
-                )
-        by_name = {record.name: record for record in self.records}
-        if "targets" in by_name:
-            share = by_name["targets"].broken / max(self.total, 1)
-            found.append(
-                flag(
-                    "targeted ahead",
-                    share,
-                    TARGETED_AHEAD,
-                    "sound",
-                    f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
-                )
-            )
-        if self.nonfinite:
-            found.append(
-                flag(
-                    "logits not finite",
-                    self.nonfinite,
-                    0,
-                    "invalid",
-                    f"the model gave NaN or infinite logits at {self.nonfinite} points inside the threat model; what "
-                    "it answers there is not defined, and they were not counted",
-                )
-            )
-        return found
-
-    def scores(self) -> tuple[Score, ...]:
-        """Clean, after each stage (in a protocol: under each attack), and the worst case."""
-
-        def score(name: str, correct: int, seconds: float, settings: dict[str, object]) -> Score:
-            return Score(name=name, settings=settings, correct=correct, total=self.total, seconds=seconds)
-
-        return (
-            score("clean", int(self.ledger.right.sum()), self.clean_seconds, {}),
-            *(score(record.name, record.left, record.seconds, record.settings) for record in self.records),
-            score("worst case", int(self.ledger.alive.sum()), sum(record.seconds for record in self.records), {}),
-        )
-
-    def notes(self) -> list[str]:
-        """What a reader should know besides."""
-        return [
-            f"{name}: {count} points outside the threat model were not counted"
-            for name, count in self.outside.items()
-            if count
-        ]
-
-    def examples(self, count: int) -> tuple[Example, ...]:
-        """The first samples that the model got right, each where it came nearest to being wrong, or was."""
-        ledger, found = self.ledger, []
-        for row in ledger.right.nonzero()[:count, 0].tolist():
-            x, _ = self.images(torch.tensor([row]))
-            tried = int(ledger.tried[row])
-            found.append(
-                Example(
-                    index=row,
-                    label=int(ledger.label[row]),
-                    clean_prediction=int(ledger.clean[row]),
-                    adversarial_prediction=int(ledger.guess[row]),
-                    attack=self.suite.stages[tried].name if tried >= 0 else "",
-                    clean=x[0].cpu(),
-                    adversarial=ledger.points(torch.tensor([row]), x)[0].cpu(),
-                )
-            )
-        return tuple(found)
-
     # What all of them need.
 
-    def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(rows, self.batch_size) if len(rows) else ()
+    def parts(self, rows: Tensor, copies: int = 1) -> tuple[Tensor, ...]:
+        """Batches of `rows`; smaller ones for who puts copies of a sample into one."""
+        return torch.split(rows, max(self.batch_size // copies, 1)) if len(rows) else ()
 
     def _drawn(self, rows: Tensor, why: str) -> Tensor:
         """`rows` in an order that depends on the seed and on each sample's content."""
@@ -322,10 +233,15 @@ class Runner:
         return self.ledger.digest[rows].to(self.device)
 
     def _batches(
-        self, name: str, rows: Tensor, compute: Callable[..., dict[str, Tensor]], deadline: float | None = None
+        self,
+        name: str,
+        rows: Tensor,
+        compute: Callable[..., dict[str, Tensor]],
+        deadline: float | None = None,
+        copies: int = 1,
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
-        parts = dict(enumerate(self.parts(rows)))
+        parts = dict(enumerate(self.parts(rows, copies)))
         todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
         images = stream(self.source, todo, None, self.workers)
 
@@ -334,9 +250,11 @@ class Runner:
             return compute(*self._ready(x, y), part)
 
         for batch, part in parts.items():
+            done = self.work.has(f"{name}-{batch:05d}")
             late = deadline is not None and time.monotonic() > deadline
-            if late and not self.work.has(f"{name}-{batch:05d}"):
+            if late and not done and self.advanced:
                 return
+            self.advanced = self.advanced or (deadline is not None and not done)
             yield part, self.work.batch(f"{name}-{batch:05d}", fresh)
 
     def images(self, rows: Tensor) -> tuple[Tensor, Tensor]:

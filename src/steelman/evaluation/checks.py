@@ -41,13 +41,25 @@ def check_model(model: object) -> None:
         raise ContractError("model", f"expected a torch.nn.Module that gives logits, got {type(model).__name__}")
 
 
+def check_radius(threat: ThreatModel) -> None:
+    """Refuse a radius that leaves an attack nowhere to go."""
+    if not threat.eps > 0:
+        raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
+
+
 def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device: torch.device) -> int:
     """Refuse what cannot be evaluated, with a sentence; the number of classes the model knows."""
     check_model(model)
-    if not threat.eps > 0:
-        raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
+    check_radius(threat)
     if len(source) == 0:
         raise ContractError("empty", "expected at least one image, got none")
+    halves = {str(p.dtype) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+    if halves:
+        raise ContractError(
+            "precision",
+            f"the model's weights are {', '.join(sorted(halves))}, and answers are judged in full precision; call "
+            "model.float()",
+        )
     x = _first(model, source, device)
     try:
         check_range(x, threat)
@@ -73,10 +85,12 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
     return classes
 
 
-def check_manners(model: nn.Module, source: Source, device: torch.device, *, random: bool = False) -> bool:
+def check_manners(
+    model: nn.Module, source: Source, device: torch.device, *, random: bool = False, most: int = CROWD
+) -> bool:
     """Refuse a model whose answer to an image is not the image's own: one in train mode where that matters, one that
     draws random numbers (unless `random` allows it), one that looks at the rest of the batch, one that answers
-    otherwise when a gradient is asked for. Whether it is random."""
+    otherwise when a gradient is asked for. Whether it is random. No batch is larger than `most`, or than a dozen."""
     x = _first(model, source, device)
     logits = _answer(model, x)
     _check_finite(logits, "clean")
@@ -96,7 +110,7 @@ def check_manners(model: nn.Module, source: Source, device: torch.device, *, ran
             f"the model is random: the same images gave logits {apart:.3g} apart. Make it deterministic in eval mode, "
             "or attack its mean answer with eot (steelman evaluate --attack eot)",
         )
-    _check_batch(model, x, logits)
+    _check_batch(model, x, logits, min(most, CROWD))
     with torch.enable_grad():
         watched = _answer(model, x.clone().requires_grad_(True), gradient=True).detach()
     if bool(_differ(watched, logits).any()):
@@ -147,10 +161,10 @@ def _moved(model: nn.Module, x: Tensor) -> float:
     return max(float((one - answers[0]).abs().max()) for one in answers)
 
 
-def _check_batch(model: nn.Module, x: Tensor, logits: Tensor) -> None:
+def _check_batch(model: nn.Module, x: Tensor, logits: Tensor, most: int) -> None:
     """The answer to an image is the same alone, and last in a large batch of others."""
     others = _others(x)
-    crowd = torch.cat((others.repeat(CROWD // len(others), 1, 1, 1), x.flip(0)))
+    crowd = torch.cat((others.repeat(max((most - len(x)) // len(others), 1), 1, 1, 1), x.flip(0)))
     try:
         with untouched(model), torch.no_grad():
             alone = torch.cat([logits_of(model, image[None]) for image in x])

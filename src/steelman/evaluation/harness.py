@@ -23,6 +23,7 @@ from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
+from steelman.evaluation.account import doubts, examples, notes, scores
 from steelman.evaluation.cascade import Runner
 from steelman.evaluation.checks import check_contract, check_manners, check_model
 from steelman.evaluation.curve import CURVE_ATTACK, accuracy_curve, levels_off
@@ -100,7 +101,9 @@ def evaluate(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
         classes = check_contract(model, source, threat, device)
-        random = check_manners(model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages))
+        random = check_manners(
+            model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages), most=batch_size
+        )
         total = len(source) if samples is None else min(samples, len(source))
         names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
         settings = {
@@ -134,10 +137,11 @@ def evaluate(
         if not chosen.protocol:
             self_test(chosen, model, source, threat, classes, device)
         flags = [] if chosen.protocol else run.signs(surrogates)
-        run.stages(flags, started + 60 * minutes if minutes else None)
         # The curve is PGD's, and whoever asks for black-box attacks alone may have no gradient.
         blind = all(getattr(stage.attack, "black_box", False) for stage in chosen.stages)
         points = accuracy_curve(run) if curve and not blind else ()
+        flags += levels_off(points, chosen)
+        run.stages(flags, started + 60 * minutes if minutes else None)
         found = Evaluation(
             model=name,
             data=data_name,
@@ -149,12 +153,12 @@ def evaluate(
             seed=seed,
             total=total,
             versions=versions(),
-            scores=run.scores(),
+            scores=scores(run),
             curve=points,
             curve_attack=f"PGD-{CURVE_ATTACK.steps}",
-            gallery=run.examples(gallery if source.shape[0] in (1, 3) else 0),
-            notes=tuple(run.notes()),
-            verdict=_verdict(run, [*flags, *run.doubts(), *levels_off(points, chosen)], random=random),
+            gallery=examples(run, gallery if source.shape[0] in (1, 3) else 0),
+            notes=tuple(notes(run)),
+            verdict=_verdict(run, [*flags, *doubts(run)], random=random),
             stages=tuple(run.records),
             right=tuple(torch.bincount(run.ledger.label[run.ledger.right], minlength=classes).tolist()),
             confusion=_confusion(run.ledger, classes),
@@ -192,7 +196,7 @@ def _verdict(run: Runner, flags: list[Flag], *, random: bool) -> Verdict:
     """What may be believed: the worst that any raised flag leaves."""
     order = list(get_args(Trust))
     raised = [one for one in flags if one.raised]
-    unsure = random or not (run.complete or run.suite.protocol)
+    unsure = random or not run.complete
     worst: list[Trust] = ["suspect" if unsure else "sound", *(one.trust for one in raised)]
     reasons = [one.text for one in raised]
     if random:

@@ -63,19 +63,24 @@ def signs(
     index: Tensor,
     key: Key,
     surrogates: Sequence[nn.Module] = (),
+    batch_size: int = 256,
 ) -> list[Flag]:
     """The flags of a model on a few samples that it gets right; `surrogates` are models whose adversarial points are
-    tried on it too."""
+    tried on it too. No batch is larger than `batch_size`."""
     if len(x) == 0:
         return []
     seen, one_more = Seen(), 1 / len(x)
     watched = Watched(model, seen)
 
     def attacked(name: str, on: nn.Module = watched, start: int = 0, **options: object) -> tuple[Tensor, Tensor]:
-        found = ATTACKS[name](**options).run(on, x, y, threat, index=index, key=key.fold("signs", start))
-        return found.success, found.x_adv
+        attack, folded = ATTACKS[name](**options), key.fold("signs", start)
+        found = [
+            attack.run(on, images, labels, threat, index=places, key=folded)
+            for images, labels, places in zip(*(torch.split(t, batch_size) for t in (x, y, index)), strict=True)
+        ]
+        return torch.cat([part.success for part in found]), torch.cat([part.x_adv for part in found])
 
-    slopes = _slopes(model, x, y, threat)
+    slopes = _slopes(model, x, y, threat, batch_size)
     flat = _share(slopes < TINY) if slopes is not None else 1.0
     flags = [
         flag(
@@ -94,7 +99,7 @@ def signs(
         # for the spread they are divided by rises too (and of two classes they are constants).
         loss = "margin"
         many, reached = attacked("bim", steps=STEPS, step_size=2.5 * threat.eps / STEPS, loss=loss)
-        stuck = _share(_stuck(model, x, reached, y, loss) & ~many)
+        stuck = _share(_stuck(model, x, reached, y, loss, batch_size) & ~many)
         flags.append(
             flag(
                 "loss does not rise",
@@ -149,7 +154,7 @@ def signs(
         carried = torch.zeros_like(white)
         for surrogate in surrogates:
             _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin")
-            carried |= _wrong(model, points, y) & threat.contains(points, x)
+            carried |= _wrong(model, points, y, batch_size) & threat.contains(points, x)
         gained = _share(carried & ~white)
         flags.append(
             flag(
@@ -161,18 +166,21 @@ def signs(
                 "one do not: its gradients mislead",
             )
         )
-    return [*flags, *_answers(watched, x, reached, y, seen)]
+    return [*flags, *_answers(watched, x, reached, y, seen, batch_size)]
 
 
-def _answers(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, seen: Seen) -> list[Flag]:
+def _answers(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, seen: Seen, batch_size: int) -> list[Flag]:
     """The flags of answers that are none: not finite, lost in roundings, or another each time."""
     right, wrong = x, reached
     for _ in range(HALVINGS):  # towards where the answer changes, for that is where a little noise decides
         middle = (right + wrong) / 2
-        fooled = _wrong(model, middle, y)[:, None, None, None]
+        fooled = _wrong(model, middle, y, batch_size)[:, None, None, None]
         right, wrong = torch.where(fooled, right, middle), torch.where(fooled, middle, wrong)
+    points = torch.cat((x, reached, right, wrong))
     with untouched(model), torch.no_grad():
-        first, second = (logits_of(model, torch.cat((x, reached, right, wrong))) for _ in range(2))
+        first, second = (
+            torch.cat([logits_of(model, part) for part in torch.split(points, batch_size)]) for _ in range(2)
+        )
     noisy = _share((first != second).any(dim=1))
     undefined, lost = seen.share(1), seen.share(2)
     return [
@@ -208,31 +216,37 @@ def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Fla
     return Flag(name=name, figure=figure, limit=limit, raised=figure > limit, trust=trust, text=text)
 
 
-def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor | None:
+def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch_size: int) -> Tensor | None:
     """How much the margin would change from one end of the box to the other along its gradient, as a part of the
     logits' spread, so that the logits' scale does not matter; None if the model gives no gradient."""
-    with untouched(model), torch.enable_grad():
-        points = x.detach().clone().requires_grad_(True)
-        logits = logits_of(model, points)
-        spread = (logits.amax(dim=1) - logits.amin(dim=1)).detach()
-        try:
-            gradient = input_gradient(margin(logits, y), points)
-        except UserError:
-            return None
-    size = gradient.flatten(1).double().abs().sum(dim=1) * (threat.high - threat.low)
-    return torch.where(size > 0, size / spread.double(), 0)
+    found = []
+    for part, label in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
+        with untouched(model), torch.enable_grad():
+            points = part.detach().clone().requires_grad_(True)
+            logits = logits_of(model, points)
+            spread = (logits.amax(dim=1) - logits.amin(dim=1)).detach()
+            try:
+                gradient = input_gradient(margin(logits, label), points)
+            except UserError:
+                return None
+        size = gradient.flatten(1).double().abs().sum(dim=1) * (threat.high - threat.low)
+        found.append(torch.where(size > 0, size / spread.double(), 0))
+    return torch.cat(found)
 
 
-def _stuck(model: nn.Module, x: Tensor, x_adv: Tensor, y: Tensor, loss: str) -> Tensor:
+def _stuck(model: nn.Module, x: Tensor, x_adv: Tensor, y: Tensor, loss: str, batch_size: int) -> Tensor:
     """Where the loss at x' is not above that at x."""
-    with untouched(model), torch.no_grad():
-        before, after = (adversarial_loss(loss, logits_of(model, points), y) for points in (x, x_adv))
+    before, after = (adversarial_loss(loss, _logits(model, points, batch_size), y) for points in (x, x_adv))
     return ~(after > before)
 
 
-def _wrong(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def _wrong(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Tensor:
+    return _logits(model, x, batch_size).argmax(dim=1) != y
+
+
+def _logits(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
     with untouched(model), torch.no_grad():
-        return logits_of(model, x).argmax(dim=1) != y
+        return torch.cat([logits_of(model, part) for part in torch.split(x, batch_size)])
 
 
 def _share(which: Tensor) -> float:

@@ -12,14 +12,26 @@ from steelman.evaluation.protocols import PROTOCOLS, full
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel
 
+AHEAD = 8  # squares that the sentinel asks about at once
+
 
 def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: float) -> Suite:
     """The stages that know the norm; then AutoAttack's own attacks, on a few and, when there is doubt, on all."""
     known = [stage for stage in stages if threat.norm in getattr(stage.attack, "norms", (threat.norm,))]
     official = full(threat).stages
-    watch = [dataclasses.replace(s, name=f"sentinel {s.name}", share=sentinel, sentinel=True) for s in official]
+    watch = [
+        dataclasses.replace(s, name=f"sentinel {s.name}", attack=_for_few(s.attack), share=sentinel, sentinel=True)
+        for s in official
+    ]
     doubt = [dataclasses.replace(s, name=f"escalated {s.name}", escalation=True) for s in official]
     return Suite(name=name, stages=(*known, *watch, *doubt))
+
+
+def _for_few(attack: Any) -> Search:
+    """The same attack in fewer and larger batches, as suits the sentinel's few samples."""
+    changes = {name: value for name, value in (("together", True), ("ahead", AHEAD)) if hasattr(attack, name)}
+    suited: Search = dataclasses.replace(attack, **changes)
+    return suited
 
 
 def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:

@@ -1,0 +1,136 @@
+"""What a suite's run comes to: doubts, scores, notes and examples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from steelman.evaluation.masking import flag
+from steelman.evaluation.result import Example, Flag, Score
+
+if TYPE_CHECKING:
+    from steelman.evaluation.cascade import Runner
+
+# What targeted attacks may break that untargeted ones left, before somebody should ask why.
+TARGETED_AHEAD = 0.1
+# What an attack may lose by points that break a rule, before its silence says nothing.
+OUTSIDE = 0.05
+# What an attack may take for a success and full precision does not, before one doubts that both saw one model.
+REFUTED = 0.05
+
+
+def doubts(run: Runner) -> list[Flag]:
+    """The flags that only the stages can raise."""
+    found = []
+    sentinels = {stage.name for stage in run.suite.stages if stage.sentinel}
+    watch = [record for record in run.records if record.name in sentinels]
+    if watch:
+        tried, broken = watch[0].attacked, sum(record.broken for record in watch)
+        found.append(
+            flag(
+                "sentinel broken",
+                broken,
+                0,
+                "sound",
+                f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random; where they break "
+                "one, every survivor is attacked at full cost",
+            )
+        )
+    for record in run.records:
+        share = run.outside.get(record.name, 0) / max(record.attacked, 1)
+        if share > OUTSIDE:
+            found.append(
+                flag(
+                    "points outside",
+                    share,
+                    OUTSIDE,
+                    "suspect",
+                    f"{share:.0%} of the points that {record.name} gave lie outside the threat model and could not "
+                    "be counted: it does not know the rules",
+                )
+            )
+        share = run.refuted.get(record.name, 0) / max(record.attacked, 1)
+        limit = REFUTED + 1 / max(record.attacked, 1)
+        if share > limit:
+            found.append(
+                flag(
+                    "successes refuted",
+                    share,
+                    limit,
+                    "suspect",
+                    f"for {share:.0%} of its samples {record.name} saw a success that the model, asked again in full "
+                    "precision, does not confirm: its answers change",
+                )
+            )
+    by_name = {record.name: record for record in run.records}
+    if "targets" in by_name:
+        share = by_name["targets"].broken / max(run.total, 1)
+        found.append(
+            flag(
+                "targeted ahead",
+                share,
+                TARGETED_AHEAD,
+                "sound",
+                f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
+            )
+        )
+    if run.nonfinite:
+        found.append(
+            flag(
+                "logits not finite",
+                run.nonfinite,
+                0,
+                "invalid",
+                f"the model gave NaN or infinite logits at {run.nonfinite} points inside the threat model; what "
+                "it answers there is not defined, and they were not counted",
+            )
+        )
+    return found
+
+
+def scores(run: Runner) -> tuple[Score, ...]:
+    """Clean, after each stage (in a protocol: under each attack), and the worst case."""
+
+    def score(name: str, correct: int, seconds: float, settings: dict[str, object]) -> Score:
+        return Score(name=name, settings=settings, correct=correct, total=run.total, seconds=seconds)
+
+    return (
+        score("clean", int(run.ledger.right.sum()), run.clean_seconds, {}),
+        *(score(record.name, record.left, record.seconds, record.settings) for record in run.records),
+        score("worst case", int(run.ledger.alive.sum()), sum(record.seconds for record in run.records), {}),
+    )
+
+
+def notes(run: Runner) -> list[str]:
+    """What a reader should know besides."""
+    outside = [
+        f"{name}: {count} points outside the threat model were not counted"
+        for name, count in run.outside.items()
+        if count
+    ]
+    cut = [
+        f"{name}: the time ran out after {done} of {count} samples; the others count as if they withstood it"
+        for name, (done, count) in run.cut.items()
+    ]
+    return outside + cut
+
+
+def examples(run: Runner, count: int) -> tuple[Example, ...]:
+    """The first samples that the model got right, each where it came nearest to being wrong, or was."""
+    ledger, found = run.ledger, []
+    for row in ledger.right.nonzero()[:count, 0].tolist():
+        x, _ = run.images(torch.tensor([row]))
+        tried = int(ledger.tried[row])
+        found.append(
+            Example(
+                index=row,
+                label=int(ledger.label[row]),
+                clean_prediction=int(ledger.clean[row]),
+                adversarial_prediction=int(ledger.guess[row]),
+                attack=run.suite.stages[tried].name if tried >= 0 else "",
+                clean=x[0].cpu(),
+                adversarial=ledger.points(torch.tensor([row]), x)[0].cpu(),
+            )
+        )
+    return tuple(found)
