@@ -26,7 +26,7 @@ from steelman.rng import Key
 from steelman.threat import ThreatModel
 
 # The share of the samples on which a cascade measures signs of masking and the curve.
-PILOT, PILOT_LEAST, PILOT_MOST = 0.05, 32, 200
+PILOT, PILOT_LEAST, PILOT_MOST = 0.03, 32, 200
 
 
 @dataclasses.dataclass

@@ -74,9 +74,10 @@ def signs(
 
     def attacked(name: str, on: nn.Module = watched, start: int = 0, **options: object) -> tuple[Tensor, Tensor]:
         attack, folded = ATTACKS[name](**options), key.fold("signs", start)
+        size = max(batch_size // attack.copies, 1)
         found = [
             attack.run(on, images, labels, threat, index=places, key=folded)
-            for images, labels, places in zip(*(torch.split(t, batch_size) for t in (x, y, index)), strict=True)
+            for images, labels, places in zip(*(torch.split(t, size) for t in (x, y, index)), strict=True)
         ]
         return torch.cat([part.success for part in found]), torch.cat([part.x_adv for part in found])
 
@@ -138,7 +139,9 @@ def signs(
         )
     # Square knows no l1; an estimated gradient is a blind guess in any norm.
     square = threat.norm in ATTACKS["square"]().norms
-    blind, _ = attacked("square", queries=QUERIES) if square else attacked("spsa", steps=10, pairs=QUERIES // 20)
+    blind, _ = (
+        attacked("square", queries=QUERIES, ahead=4) if square else attacked("spsa", steps=10, pairs=QUERIES // 20)
+    )
     ahead = _share(blind & ~white)
     flags.append(
         flag(
