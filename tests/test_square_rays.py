@@ -500,7 +500,8 @@ class TestContract:
                 wrong = model(found.x_adv).argmax(dim=1) != y
             # A nearest point just outside eps is brought inside, and may still be adversarial there, unseen.
             assert wrong[found.success].all()
-            assert attack.minimum_norm or torch.equal(wrong, found.success)
+            tied = margins(model, found.x_adv, y) == 0  # a black image has no logits here, and a tie is no success
+            assert attack.minimum_norm or torch.equal(wrong & ~tied, found.success)
 
     @pytest.mark.parametrize("classes", [2, 3, 10])
     def test_targets_and_classes(self, attack: Search, norm: Norm, classes: int) -> None:

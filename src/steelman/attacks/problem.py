@@ -148,19 +148,22 @@ class Problem:
         return input_gradient(losses, points, retain=retain)
 
     def fooled(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
-        """Whether each point is what the attack looks for; after a search in reduced precision, full has to agree.
+        """Whether each point is what the attack looks for, by more than what sums differ by in another batch or
+        layout: who checks it may find a tie right. After a search in reduced precision, full has to agree.
 
         Neither a point nor an answer that is not a number is ever a success.
         """
         won = self._wanted(logits, rows)
         if won.any():
             at = won.nonzero()[:, 0]
-            asked = points.detach()[at]
+            asked, judged = points.detach()[at], logits[at]
             won[at] = asked.flatten(1).isfinite().all(dim=1)
             if self.precision != "full":
                 self._count(self.forwards, rows[at])
                 with torch.no_grad():
-                    won[at] &= self._wanted(logits_of(self.model, asked), rows[at])
+                    judged = logits_of(self.model, asked)
+                won[at] &= self._wanted(judged, rows[at])
+            won[at] &= self._clear(judged, rows[at])
         return won
 
     def keep(self, points: Tensor, logits: Tensor, values: Tensor, rows: Tensor) -> Tensor:
@@ -178,13 +181,12 @@ class Problem:
         return self.success[rows]
 
     def keep_nearest(self, points: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
-        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial, and by more
-        than what sums differ by in another batch or layout.
+        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial.
 
         No row may come twice. The points lie in the box. Rows whose point lies in the threat model have fallen, unless
         the caller wants distances: then none leaves.
         """
-        won = self.fooled(logits, points, rows) & self._clear(logits, rows)
+        won = self.fooled(logits, points, rows)
         if self.nearest is None:
             self.nearest = self.x.clone()
         points = points.detach()
