@@ -60,6 +60,19 @@ class TestKeep:
         assert found.x_adv.flatten().tolist() == pytest.approx([0.24, 0.5, 0.9])  # in the ball, always
         assert problem.alive().tolist() == [1, 2]
 
+    @pytest.mark.parametrize("nearest", [False, True])
+    def test_a_tie_is_no_success(self, nearest: bool) -> None:
+        problem, rows = a_problem(2), torch.tensor([0, 1])
+        problem.y = torch.tensor([1, 1])  # of equal logits argmax takes the first, which is the wrong one here
+        for beyond, falls in ((0.0, False), (1e-3, True)):
+            at = torch.tensor([0.25, 0.25 + 1e-7]).reshape(2, 1, 1, 1) + beyond
+            logits = problem.logits(at, rows)
+            assert logits.argmax(dim=1).tolist() == [0, 0]
+            fallen = (
+                problem.keep_nearest(at, logits, rows) if nearest else problem.keep(at, logits, torch.ones(2), rows)
+            )
+            assert fallen.tolist() == [falls, falls]
+
     def test_with_distances_none_leaves_but_those_at_distance_zero(self) -> None:
         problem, rows = a_problem(2), torch.tensor([0, 1])
         problem.distances, problem.y = True, torch.tensor([0, 1])

@@ -108,7 +108,10 @@ def measure(
 
 def stages_table(found: Evaluation) -> Table:
     """What each stage did, and what it cost."""
-    caption = "F, B: forward and backward passes for each sample attacked; in all, for each of the samples."
+    caption = (
+        "F, B: forward and backward passes for each sample attacked; in all, for each of the samples. Self-test, flags "
+        "and curve are not in it."
+    )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("stage", overflow="fold")
     for column in ("attacked", "broke", "left", "F", "B", "seconds"):
