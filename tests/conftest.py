@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from tests.evidence_helpers import a_model, make
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("steelman", deadline=None, derandomize=True, max_examples=60, database=None)
@@ -17,6 +21,18 @@ hypothesis.settings.load_profile("steelman")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evidence that stands."""
+    return make(tmp_path_factory.mktemp("evidence") / "bundle", a_model())
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, to tamper with."""
+    return shutil.copytree(original, tmp_path / "bundle")
 
 
 @pytest.hookimpl(wrapper=True)

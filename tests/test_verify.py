@@ -22,18 +22,7 @@ from steelman.evaluation import evaluate, evidence, verify
 from steelman.evaluation.evidence import DamagedError, read_bundle
 from steelman.evaluation.ledger import ROBUST, WRONG
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import EPS, FIRST, Forged, N, Net, a_model, check, make, the_data
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("evidence") / "bundle", a_model())
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "bundle")
-
+from tests.evidence_helpers import EPS, FIRST, Forged, N, Net, a_model, check, the_data
 
 # What is true is accepted.
 

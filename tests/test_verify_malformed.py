@@ -6,7 +6,6 @@ import copy
 import hashlib
 import random
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,17 +20,7 @@ from steelman.errors import UserError
 from steelman.evaluation import evaluate, evidence, verify
 from steelman.evaluation.evidence import DamagedError
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import FIRST, Forged, a_model, make, the_data
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("evidence") / "bundle", a_model())
-
-
-@pytest.fixture
-def bundle(original: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(original, tmp_path / "bundle")
+from tests.evidence_helpers import FIRST, Forged, a_model, the_data
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
