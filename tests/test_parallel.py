@@ -97,6 +97,18 @@ def test_a_few_samples_are_not_shared_out() -> None:
     assert {threading.get_ident()} == SEEN
 
 
+def test_a_few_samples_of_which_each_has_many_points_in_a_batch_are_shared_out() -> None:
+    model, x, y = a_batch()
+    attack, threat = ATTACKS["square"](queries=40, ahead=8), ThreatModel(eps=0.02)
+    SEEN.clear()
+    two = attack.run(model, x[:LEAST], y[:LEAST], threat)
+    assert SEEN - {threading.get_ident()}
+    torch.set_num_threads(1)
+    one = attack.run(model, x[:LEAST], y[:LEAST], threat)
+    torch.testing.assert_close(two.x_adv, one.x_adv)
+    assert torch.equal(two.success, one.success)
+
+
 def test_a_model_that_draws_random_numbers_stays_in_one_thread() -> None:
     _, x, y = a_batch()
     SEEN.clear()

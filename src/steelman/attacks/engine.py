@@ -112,7 +112,7 @@ class Search(abc.ABC):
             if len(x) and (threat.eps > 0 or distances):
                 with laid_out(model, problem.x, threat, mode, backward=not self.black_box) as problem.memory_format:
                     if mode == "eval":
-                        search_in_parts(self.search, problem)
+                        search_in_parts(self.search, problem, self.copies)
                     else:
                         self.search(problem)
             elif len(x):  # no radius: only what is wrong already has fallen

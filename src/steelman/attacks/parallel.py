@@ -23,13 +23,14 @@ from steelman.threat import ThreatModel
 if TYPE_CHECKING:
     from steelman.attacks.problem import Problem
 
-MOST, LEAST = 64, 16  # samples in a part: more leave the caches, fewer are not worth a thread
+MOST, LEAST = 64, 16  # points of a batch in a part: more leave the caches, fewer are not worth a thread
 
 
-def search_in_parts(search: Callable[[Problem], None], problem: Problem) -> None:
-    """Search the problem, in parts on all of torch's threads where model and machine allow it."""
+def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies: int = 1) -> None:
+    """Search the problem, in parts on all of torch's threads where model and machine allow it; `copies` is how many
+    points of one sample the search puts into a batch."""
     threads, n = torch.get_num_threads(), len(problem.x)
-    workers = min(threads, n // LEAST)
+    workers = min(threads, n, n * copies // LEAST)
     models = _copies(problem.model, workers) if workers > 1 and _repeatable(problem) else []
     if not models:
         search(problem)
