@@ -425,7 +425,7 @@ class TestSquare:
             assert torch.equal(found.x_adv, one.x_adv)
             assert torch.equal(found.success, one.success)
             assert (found.forwards >= one.forwards).all()
-            assert ahead == 64 or found.forwards[~one.success].double().mean() < 3 * 406
+            assert found.forwards[~one.success].double().mean() < 3 * 406  # it looks less far where squares help
 
     def test_a_given_start_is_gone_on_from(self) -> None:
         model, x, y = samples(6)

@@ -23,6 +23,7 @@ from steelman.threat import Norm, ThreatModel
 # After how many of 10,000 squares the share p of the image that one covers is halved (section 3.2 of the paper).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 CHUNK = 64  # steps whose noise is drawn at once: few calls, little memory
+OFTEN = 0.25  # the share of samples that are asked about once more at which a search looks less far ahead
 Shape = tuple[int, int, int]
 
 
@@ -34,9 +35,10 @@ class Square(Search):
     the first squares cover, halved as the search goes on; `rescale` stretches that schedule from 10,000 queries to
     `queries`, as the paper has it, while AutoAttack (the default here) does not; `whole` lets an l2 bump take the whole
     radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows held: with
-    few queries it can break more; `ahead` asks about so many squares at once, each as if those before it had been
-    refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker for a
-    few samples at the price of more queries. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
+    few queries it can break more; `ahead` asks about up to so many squares at once, each as if those before it had
+    been refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker
+    for a few samples at the price of more queries. It looks further ahead while nothing helps, and less far when
+    something did. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
 
     Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
     and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
@@ -112,7 +114,7 @@ def squares(
     x, best = (image.reshape(len(rows), shape[0], shape[1] * shape[2]) for image in (problem.x[rows], start.clone()))
     walk = _Walk(problem, rows, x, best, torch.full((len(rows),), -math.inf, dtype=torch.float64, device=x.device))
     walk.ask(best)
-    step, draws, sides = 1, None, list[int]()
+    step, far, draws, sides = 1, 1, None, list[int]()
     while step < queries:
         stay = ~problem.success[walk.rows]
         if not stay.all():
@@ -125,9 +127,10 @@ def squares(
             covered = (share(chunk * CHUNK + place, p, queries if rescale else 10_000) for place in range(CHUNK))
             sides = [side(part, shape) for part in covered]
             draws = _draw(key.fold("steps", chunk), problem.index[walk.rows], sides, shape, x.dtype)
-        count = _alike(sides, at, min(ahead, queries - step))
+        count = _alike(sides, at, min(far, queries - step))
         propose = functools.partial(move, threat=threat, shape=shape, s=sides[at])
-        walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
+        again = walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
+        far = max(far // 2, 1) if again > OFTEN else min(2 * far, ahead)
         step += count
 
 
@@ -149,12 +152,13 @@ class _Walk:
     def only(self, stay: Tensor) -> _Walk:
         return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value)))
 
-    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> None:
-        """The next squares of each sample, all asked about at once, as if none but the last could help."""
-        count = len(draws.corner)
+    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> float:
+        """The next squares of each sample, all asked about at once, as if none but the last could help; the share of
+        the samples of which another did."""
+        count, again = len(draws.corner), 0
         if count == 1:
             self.ask(propose(self.best, self.x, draws=_Draws(*(drawn[0] for drawn in draws))))
-            return
+            return 0
         squares = torch.arange(count, device=self.rows.device)
         past = torch.zeros_like(self.rows)  # how many of them a sample has behind it
         while bool((past < count).any()):
@@ -164,6 +168,8 @@ class _Walk:
             past.fill_(count)
             past[who[helped]] = which[helped] + 1
             past[self.problem.success[self.rows]] = count
+            again = max(again, int((past < count).sum()))
+        return again / len(self.rows)
 
     def ask(self, candidate: Tensor, who: Tensor | None = None) -> Tensor:
         """Keep the candidates that help, of several for one sample the first; their places."""

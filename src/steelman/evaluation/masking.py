@@ -7,6 +7,7 @@ Each sign is a figure measured on a few samples, a limit, and what follows when 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +73,15 @@ def signs(
     seen, one_more = Seen(), 1 / len(x)
     watched = Watched(model, seen)
 
-    def attacked(name: str, on: nn.Module = watched, start: int = 0, **options: object) -> tuple[Tensor, Tensor]:
+    def attacked(
+        name: str, on: nn.Module = watched, start: int = 0, who: Tensor | None = None, **options: object
+    ) -> tuple[Tensor, Tensor]:
         attack, folded = ATTACKS[name](**options), key.fold("signs", start)
         size = max(batch_size // attack.copies, 1)
+        mine = [part if who is None else part[who] for part in (x, y, index)]
         found = [
             attack.run(on, images, labels, threat, index=places, key=folded)
-            for images, labels, places in zip(*(torch.split(t, size) for t in (x, y, index)), strict=True)
+            for images, labels, places in zip(*(torch.split(part, size) for part in mine), strict=True)
         ]
         return torch.cat([part.success for part in found]), torch.cat([part.x_adv for part in found])
 
@@ -139,10 +143,9 @@ def signs(
         )
     # Square knows no l1; an estimated gradient is a blind guess in any norm.
     square = threat.norm in ATTACKS["square"]().norms
-    blind, _ = (
-        attacked("square", queries=QUERIES, ahead=4) if square else attacked("spsa", steps=10, pairs=QUERIES // 20)
-    )
-    ahead = _share(blind & ~white)
+    guesses: dict[str, Any] = {"queries": QUERIES, "ahead": 4} if square else {"steps": 10, "pairs": QUERIES // 20}
+    blind, _ = attacked("square" if square else "spsa", who=~white, **guesses)
+    ahead = int(blind.sum()) / len(x)
     flags.append(
         flag(
             "black box stronger",

@@ -12,7 +12,7 @@ from steelman.evaluation.protocols import PROTOCOLS, full
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel
 
-AHEAD = 8  # squares that the sentinel asks about at once
+AHEAD = 16  # squares that the sentinel asks about at once
 
 
 def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: float) -> Suite:
