@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ class Forged:
         left = record["clean_correct"] = int((broken_by != WRONG).sum())
         for number, stage in enumerate(record["stages"]):
             stage["broken"] = int((broken_by == number).sum())
-            stage["attacked"] = max(min(stage["attacked"], left), stage["broken"])
+            stage["attacked"] = math.ceil(record["suite"]["stages"][number]["share"] * left)
             left -= stage["broken"]
             stage["left"] = left
         record["robust_correct"] = record["verdict"]["correct"] = left

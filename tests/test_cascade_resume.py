@@ -19,7 +19,22 @@ from torch import Tensor
 from steelman import files
 from steelman.attacks import ATTACKS, PGD
 from steelman.errors import UserError
-from steelman.evaluation import Evaluation, Stage, Suite, cascade, evaluate, evidence, harness, ledger, result, verify
+from steelman.evaluation import (
+    Evaluation,
+    Stage,
+    Suite,
+    cascade,
+    evaluate,
+    evidence,
+    harness,
+    ledger,
+    pilot,
+    result,
+    verify,
+)
+from steelman.evaluation.consistency import MEASURED
+from steelman.evaluation.masking import flag
+from steelman.evaluation.result import Flag
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, Net, a_model, the_data
 from tests.test_evidence import contents, names
@@ -113,6 +128,10 @@ def test_sigkill_at_ten_random_moments(tmp_path: Path, whole: Path) -> None:
     same(out, whole)
 
 
+def no_signs(*_: object, **__: object) -> list[Flag]:
+    return [flag(name, 0, 0, "suspect", "") for name in MEASURED]
+
+
 class Killed(BaseException):
     """As good as a SIGKILL: nothing catches it, and what was half written stays."""
 
@@ -138,9 +157,9 @@ def test_killed_at_every_file_in_turn(
     monkeypatch.setattr(evidence, "SHARD", 4)
     for module in (ledger, evidence, result):
         monkeypatch.setattr(module, "write_atomic", deadly)
-    for name in ("signs", "self_test"):  # neither writes a file, and both take longer than all the rest
-        target = cascade if name == "signs" else harness
-        monkeypatch.setattr(target, name, (lambda *_, **__: []) if name == "signs" else (lambda *_: None))
+    # Neither writes a file, and both take longer than all the rest.
+    monkeypatch.setattr(pilot, "signs", no_signs)
+    monkeypatch.setattr(harness, "self_test", lambda *_: None)
     killed = 0
     while True:
         try:
@@ -156,7 +175,7 @@ def test_killed_at_every_file_in_turn(
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "SHARD", 4)
-        patch.setattr(cascade, "signs", lambda *_, **__: [])
+        patch.setattr(pilot, "signs", no_signs)
         run(tmp_path / "unflagged")
     same(out, tmp_path / "unflagged")
     assert contents(out).keys() == contents(whole).keys()
@@ -172,6 +191,7 @@ def test_nothing_that_is_done_is_done_again(tmp_path: Path, monkeypatch: pytest.
             run(tmp_path / "out")
         patch.setattr(cascade.Runner, "_attack", lambda *_: pytest.fail("attacked again"))
         patch.setattr(cascade.Runner, "_look", lambda *_: pytest.fail("looked again"))
+        patch.setattr(pilot, "_measure", lambda *_, **__: pytest.fail("measured again"))
         with pytest.raises(Killed):
             run(tmp_path / "out")
     run(tmp_path / "out")

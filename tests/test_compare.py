@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation import evaluate, interval
+from steelman.evaluation import Stage, Suite, evaluate, interval
 from steelman.evaluation.compare import compare, holm, mcnemar
 from steelman.evaluation.evidence import DamagedError
 from steelman.threat import ThreatModel
@@ -91,12 +91,26 @@ def test_two_models_whose_answer_is_known(tmp_path: Path) -> None:
         assert (one.trust, one.standing) == ("sound", "upper bound"), "no suite of its own"
     assert found.models[0].clean.correct == N
     assert pair.p < 0.05, "or the sentence is not tested"
-    assert pair.text.startswith(f"m0.0 is more robust than m0.9: of {N} samples in common")
+    assert dataclasses.replace(pair, but="").text.startswith(f"m0.0 is more robust than m0.9: of {N} samples in common")
+    assert pair.text.startswith(
+        "more samples of m0.0 than of m0.9 were left standing, but only given attacks were tried"
+    )
     assert found.notes == ()
     # The other way round it is the other way round.
     (turned,) = compare(dict(reversed(folders.items()))).pairs
     assert (turned.only_first, turned.only_second, turned.p) == (pair.only_second, pair.only_first, pair.p)
-    assert turned.text.startswith("m0.0 is more robust than m0.9")
+    assert turned.text.startswith("more samples of m0.0 than of m0.9")
+
+
+def test_of_two_sound_verdicts_something_follows(tmp_path: Path) -> None:
+    x, y = data()
+    suite = Suite(name="one", stages=(Stage(name="pgd", attack=PGD(steps=20)),))
+    folders = {f"m{angle}": tmp_path / str(angle) for angle in (0.0, 0.9)}
+    for angle, folder in zip((0.0, 0.9), folders.values()):
+        evaluate(model(angle), x, y, ThreatModel(eps=EPS), suite, out=folder, curve=False)
+    found = compare(folders)
+    assert [one.standing for one in found.models] == ["sound", "sound"]
+    assert found.pairs[0].text.startswith(f"m0.0 is more robust than m0.9: of {N} samples in common")
 
 
 def test_samples_are_matched_by_content_and_not_by_place(tmp_path: Path) -> None:
@@ -176,7 +190,7 @@ def test_nothing_is_concluded_where_something_stands_in_the_way(tmp_path: Path) 
     strong = measured(tmp_path / "strong", 0.9, x, y)
     (pair,) = compare({"weak": weak, "strong": strong}).pairs
     assert pair.corrected < 0.05
-    assert pair.but == ""
+    assert pair.but.startswith("only given attacks were tried")
     for reason in ("they have the same weights", "they were not attacked alike", "the verdict on strong is suspect"):
         text = dataclasses.replace(pair, but=reason).text
         assert text.startswith("more samples of weak than of strong were left standing, but " + reason)

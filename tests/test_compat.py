@@ -197,16 +197,28 @@ def test_state_path_goes_on_where_it_stopped(tmp_path: Path) -> None:
     x_adv, labels = adversary.run_standard_evaluation(problem.x, problem.y, bs=2, return_labels=True, state_path=state)
     assert torch.equal(x_adv, whole)
     assert model.calls < needed
-    # Done, it is only read; and no other run takes its answer for its own.
+    # Done, it is checked and read; and no other run takes its answer for its own.
     model.calls = 0
     again = adversary.run_standard_evaluation(problem.x, problem.y, bs=2, return_labels=True, state_path=str(state))
-    assert model.calls == 0
+    assert 0 < model.calls <= 5
     assert torch.equal(again[0], whole)
     assert torch.equal(again[1], labels)
     adversary.epsilon *= 2
     adversary.fab.n_iter = 99
     with pytest.raises(UserError, match="holds a run with other attacks, threat model"):
         adversary.run_standard_evaluation(problem.x, problem.y, bs=2, state_path=state)
+
+
+def test_a_finished_state_is_no_answer_for_another_function(tmp_path: Path) -> None:
+    """A function has no weights to tell it by: it is asked."""
+    problem, _, eps = a_problem(3)
+    net = problem.model
+    first, second = (custom(one, eps, "apgd-ce", verbose=False) for one in (lambda x: 2 * net(x), lambda x: -net(x)))
+    first.run_standard_evaluation(problem.x, problem.y, bs=2, state_path=tmp_path / "state")
+    again = first.run_standard_evaluation(problem.x, problem.y, bs=2, state_path=tmp_path / "state")
+    assert again.shape == problem.x.shape
+    with pytest.raises(UserError, match="the model does not say what is claimed"):
+        second.run_standard_evaluation(problem.x, problem.y, bs=2, state_path=tmp_path / "state")
 
 
 class Noisy(nn.Module):

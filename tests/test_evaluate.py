@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,30 @@ def test_settings_of_any_attack_can_be_written(tmp_path: Path) -> None:
     around = describe(EOT(attack=PGD(steps=3), draws=2))
     assert around == {"attack": "EOT", "inner": describe(PGD(steps=3)), "draws": 2, "average": "logits"}
     assert describe(RayS(queries=7)) == {"attack": "RayS", "queries": 7, "tolerance": 1e-3}
+
+
+def test_attacks_that_are_no_settings_are_told_apart_by_what_they_hold() -> None:
+    """Else an evaluation that was interrupted would go on with another attack."""
+
+    class Own:
+        def __init__(self, steps: int) -> None:
+            self.steps, self.lock = steps, object()
+
+        def __call__(self, _: nn.Module, x: Tensor, *__: Any, **___: Any) -> Tensor:
+            return x
+
+    def enclosing(attack: int) -> Any:
+        def inside(_: nn.Module, x: Tensor, *__: Any, **___: Any) -> Tensor:
+            return x + attack
+
+        return inside
+
+    makers: tuple[Any, ...] = (Own, enclosing, lambda steps: functools.partial(Own(1), steps=steps))
+    for make in makers:
+        one, same, other = (describe(make(value)) for value in (1, 1, 2))
+        assert json.loads(json.dumps(one)) == same
+        assert one != other
+    assert describe(makers[0](3)) == {"attack": "Own", "values": {"steps": 3, "lock": "object"}}
 
 
 def test_a_model_without_gradients_is_evaluated_by_black_box_attacks() -> None:

@@ -19,6 +19,7 @@ from steelman.attacks.rays import RayS, accuracy, adbd
 from steelman.attacks.square import (
     CHUNK,
     MOVES,
+    PACE,
     Square,
     _draw,
     _Draws,
@@ -427,13 +428,43 @@ class TestSquare:
             assert (found.forwards >= one.forwards).all()
             assert found.forwards[~one.success].double().mean() < 3 * 406  # it looks less far where squares help
 
+    def test_who_has_no_hope_resigns(self) -> None:
+        """Two images of which each pixel is a logit: one whose rival is near, one whose rival nothing can lift."""
+        model, threat = torch.nn.Flatten(), ThreatModel(eps=0.05)
+        x, y = torch.full((2, 1, 8, 8), 0.5, dtype=torch.float64), torch.tensor([0, 0])
+        x[0, 0, 0, 0], x[1, 0, 0, 0] = 0.59, 0.9
+        one, two = (
+            Square(queries=2000, p=0.05, resign=resign).run(model, x, y, threat, start=x.clone())
+            for resign in (False, True)
+        )
+        assert one.success.tolist() == two.success.tolist() == [True, False]
+        assert torch.equal(one.forwards[:1], two.forwards[:1])
+        assert int(one.forwards[1]) == 2000
+        assert int(two.forwards[1]) % (PACE * CHUNK) == 1  # it is let go at a place that is no other sample's doing
+        assert int(two.forwards[1]) < 1000
+        # Towards a target there is no height at which a sample falls.
+        aimed = Square(queries=600, resign=True).run(model, x, y, threat, target=torch.tensor([5, 5]))
+        assert int(aimed.forwards[1]) == 600
+
+    def test_resigning_is_a_samples_own_affair(self) -> None:
+        model, x, y = samples(10, shape=(2, 5, 6))
+        threat = ThreatModel(eps=EPS["linf"] / 4)
+        attack = Square(queries=900, p=0.05, ahead=8, resign=True)
+        together = attack.run(model, x, y, threat, key=Key(2))
+        assert len(set(together.forwards[~together.success].tolist())) > 1  # some resign, and not all at once
+        for i in range(len(x)):
+            index = torch.tensor([i])
+            alone = attack.run(model, x[i : i + 1], y[i : i + 1], threat, key=Key(2), index=index)
+            assert torch.equal(alone.x_adv[0], together.x_adv[i])
+            assert bool(alone.success) == bool(together.success[i])
+
     def test_a_given_start_is_gone_on_from(self) -> None:
         model, x, y = samples(6)
         threat, rows = ThreatModel(eps=0.02), torch.tensor([1, 4, 5])
         problem = Problem(model, x, y, threat, key=Key(0))
         start = threat.project(x + 0.01, x)[rows]
         kept = start.clone()
-        squares(problem, rows, start, Key(1), queries=30)
+        squares(problem, rows, start, Key(1), Square(queries=30))
         assert torch.equal(start, kept)
         with torch.no_grad():
             assert problem.forwards.tolist() == [0, 30, 0, 0, 30, 30]

@@ -19,6 +19,7 @@ from steelman.attacks import PGD
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
 from steelman.evaluation import evaluate, evidence, verify
+from steelman.evaluation.consistency import MEASURED
 from steelman.evaluation.evidence import DamagedError, read_bundle
 from steelman.evaluation.ledger import ROBUST, WRONG
 from steelman.threat import ThreatModel
@@ -282,6 +283,68 @@ def test_what_is_false_is_noticed_with_model_and_data(bundle: Path, name: str) -
     forged.write()
     with pytest.raises(DamagedError, match=expected):
         check(bundle)
+
+
+def nobody_attacked(f: Forged) -> None:
+    """All stages idle, every sample as it was: what a forger writes who ran nothing."""
+    robust = f.samples["broken_by"] >= 0
+    f.samples["broken_by"][robust] = ROBUST
+    f.samples["guess"] = f.samples["label"].where(f.samples["broken_by"] == ROBUST, f.samples["clean"])
+    f.samples["margin"][robust] = f.samples["lead"][robust] = 0.0
+    f.shards.clear()
+    f.recount()
+    for done in f.record["stages"]:
+        done.update(attacked=0, forwards=0, backwards=0)
+    f.samples["forwards"].fill_(1)
+    f.samples["backwards"].fill_(0)
+    f.samples["passes"].fill_(0)
+
+
+def without_flag(f: Forged, name: str) -> None:
+    verdict = f.record["verdict"]
+    verdict["flags"] = [flag for flag in verdict["flags"] if flag["name"] != name]
+
+
+PLANS: dict[str, tuple[Callable[[Forged], Any], str]] = {
+    "nobody attacked": (nobody_attacked, "attacked 0 samples, and its share was"),
+    "one fewer attacked": (lambda f: f.record["stages"][2].update(attacked=1), "attacked 1 samples, and its share was"),
+    "no flag measured": (lambda f: f.record["verdict"].update(flags=[]), "the flag 'zero gradients' was not measured"),
+    "one flag not measured": (lambda f: without_flag(f, "random answers"), "'random answers' was not measured"),
+    "escalated for nothing": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
+    "sound, not complete": (lambda f: f.record["verdict"].update(complete=False, trust="sound"), "not complete"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_contradicts_the_plan_is_noticed_without_the_model(bundle: Path, name: str) -> None:
+    forge, expected = PLANS[name]
+    forged = Forged(bundle)
+    forge(forged)
+    forged.write()
+    with pytest.raises(DamagedError, match=expected):
+        verify(bundle)
+
+
+def test_every_cascade_measures_the_flags_that_are_asked_for(original: Path) -> None:
+    flags = {one["name"] for one in Forged(original).record["verdict"]["flags"]}
+    assert set(MEASURED) <= flags
+
+
+def test_a_random_model_is_not_called_a_liar(bundle: Path) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = a_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x) + torch.rand(1)
+            return out
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return self.net.state_dict(*args, **kwargs)
+
+    with pytest.raises(UserError, match="another answer each time"):
+        check(bundle, Noisy())
 
 
 def test_what_cannot_be_noticed_without_attacking(bundle: Path) -> None:

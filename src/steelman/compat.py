@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, Search
+from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import ContractError, as_model, predictions
@@ -27,6 +28,7 @@ from steelman.evaluation.harness import evaluate
 from steelman.evaluation.ledger import digests
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite, describe, protocol
+from steelman.evaluation.verify import verify
 from steelman.settings import make
 from steelman.threat import ORDER, Norm, ThreatModel, norms
 
@@ -211,6 +213,10 @@ class AutoAttack:
             bundle = read_bundle(out)
             if done:
                 _check_same(bundle, suite, threat, seed, model, source)
+                if not any(
+                    isinstance(stage.attack, EOT) for stage in suite.stages
+                ):  # a random model is another each time
+                    verify(out, model=model, source=source, device=device)
             self.evaluation = found = Evaluation.load(out)
             x_adv = x.detach().to(as_model(model, torch.zeros(1), torch.device("cpu")).dtype).clone()
             for rows, images in bundle.images():

@@ -109,8 +109,8 @@ def measure(
 def stages_table(found: Evaluation) -> Table:
     """What each stage did, and what it cost."""
     caption = (
-        "F, B: forward and backward passes for each sample attacked; in all, for each of the samples. Self-test, flags "
-        "and curve are not in it."
+        "F, B: forward and backward passes for each sample attacked; in all, for each of the samples. The self-test is "
+        "not in it."
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("stage", overflow="fold")

@@ -67,6 +67,13 @@ def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
                 parameter.requires_grad_(True)
 
 
+def reseed(model: nn.Module, seed: int) -> None:
+    """Begin torch's own noise anew where the model computes; for inside ``untouched``, which puts it back."""
+    torch.default_generator.manual_seed(seed)
+    for device in {parameter.get_device() for parameter in model.parameters() if parameter.is_cuda}:
+        torch.cuda.default_generators[device].manual_seed(seed)
+
+
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     """The model's logits, in full precision even where the model ran in half."""
     logits: Tensor = model(x)

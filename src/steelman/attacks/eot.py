@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import BeforeValidator, model_validator
 from torch import Tensor, nn
 
-from steelman.attacks.base import Mode, logits_of
+from steelman.attacks.base import Mode, logits_of, reseed
 from steelman.attacks.engine import Found, Problem, Search
 from steelman.attacks.feature import FeatureAttack
 from steelman.attacks.fn import FNAttack
@@ -143,9 +143,7 @@ class EOT(Search):
         seed = key.fold("eot", first).integer()
         devices = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
         with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)
-            for device in devices:
-                torch.cuda.default_generators[device].manual_seed(seed)
+            reseed(model, seed)
             return super().run(model, x, y, threat, index=index, key=key, **rest)
 
     def search(self, problem: Problem) -> None:

@@ -23,7 +23,8 @@ from steelman.threat import Norm, ThreatModel
 # After how many of 10,000 squares the share p of the image that one covers is halved (section 3.2 of the paper).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 CHUNK = 64  # steps whose noise is drawn at once: few calls, little memory
-OFTEN = 0.25  # the share of samples that are asked about once more at which a search looks less far ahead
+PACE, SLACK = 4, 5.0  # chunks over which a sample's pace is taken, and how much quicker it may yet become
+EARLY = 32  # steps after which a search looks one square further ahead: the later, the fewer help
 Shape = tuple[int, int, int]
 
 
@@ -37,8 +38,9 @@ class Square(Search):
     radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows held: with
     few queries it can break more; `ahead` asks about up to so many squares at once, each as if those before it had
     been refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker
-    for a few samples at the price of more queries. It looks further ahead while nothing helps, and less far when
-    something did. Towards a target the loss is the target's cross-entropy, as in AutoAttack.
+    for a few samples at the price of more queries; `resign` lets a sample go that even at 5 times the pace of its last
+    256 queries would not fall by the end. Towards a target the loss is the target's cross-entropy, as in AutoAttack,
+    and nobody resigns.
 
     Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
     and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
@@ -65,6 +67,7 @@ class Square(Search):
     rescale: bool = False
     whole: bool = False
     ahead: Annotated[int, Field(ge=1, le=CHUNK)] = 1
+    resign: bool = False
 
     @property
     def copies(self) -> int:
@@ -80,57 +83,40 @@ class Square(Search):
                 start = problem.start[rows]
             else:
                 start = begin(problem.x[rows], problem.threat, problem.index[rows], key.fold("start"))
-            squares(
-                problem,
-                rows,
-                start,
-                key,
-                queries=self.queries,
-                p=self.p,
-                rescale=self.rescale,
-                whole=self.whole,
-                ahead=self.ahead,
-            )
+            squares(problem, rows, start, key, self)
 
 
-def squares(
-    problem: Problem,
-    rows: Tensor,
-    start: Tensor,
-    key: Key,
-    *,
-    queries: int,
-    p: float = 0.8,
-    rescale: bool = False,
-    whole: bool = False,
-    ahead: int = 1,
-) -> None:
-    """The random search for the samples `rows`, from any points `start` of the threat model; `queries` for each.
+def squares(problem: Problem, rows: Tensor, start: Tensor, key: Key, how: Square) -> None:
+    """The random search for the samples `rows`, from any points `start` of the threat model.
 
     A sample leaves at its first success. What a sample does depends on its own noise and its own loss alone.
     """
-    size, threat = tuple(problem.x.shape[1:]), problem.threat
-    shape, (side, move) = image_shape(size), MOVES["l2, whole" if whole and threat.norm == "l2" else threat.norm]
+    size, threat, queries = tuple(problem.x.shape[1:]), problem.threat, how.queries
+    shape, (side, move) = image_shape(size), MOVES["l2, whole" if how.whole and threat.norm == "l2" else threat.norm]
     x, best = (image.reshape(len(rows), shape[0], shape[1] * shape[2]) for image in (problem.x[rows], start.clone()))
-    walk = _Walk(problem, rows, x, best, torch.full((len(rows),), -math.inf, dtype=torch.float64, device=x.device))
+    lowest = torch.full((len(rows),), -math.inf, dtype=torch.float64, device=x.device)
+    walk = _Walk(problem, rows, x, best, lowest, lowest.clone())
     walk.ask(best)
-    step, far, draws, sides = 1, 1, None, list[int]()
+    step, draws, sides = 1, None, list[int]()
     while step < queries:
+        chunk, at = divmod(step - 1, CHUNK)
         stay = ~problem.success[walk.rows]
+        if how.resign and problem.target is None and at == 0 and chunk % PACE == 0:
+            stay &= walk.hopeful((queries - step) / (PACE * CHUNK))
         if not stay.all():
             walk = walk.only(stay)
             draws = None if draws is None else _Draws(*(drawn[:, stay] for drawn in draws))
         if len(walk.rows) == 0:
             return
-        chunk, at = divmod(step - 1, CHUNK)
         if draws is None or at == 0:
-            covered = (share(chunk * CHUNK + place, p, queries if rescale else 10_000) for place in range(CHUNK))
+            covered = (
+                share(chunk * CHUNK + place, how.p, queries if how.rescale else 10_000) for place in range(CHUNK)
+            )
             sides = [side(part, shape) for part in covered]
             draws = _draw(key.fold("steps", chunk), problem.index[walk.rows], sides, shape, x.dtype)
-        count = _alike(sides, at, min(far, queries - step))
+        count = _alike(sides, at, min(how.ahead, 1 + step // EARLY, queries - step))
         propose = functools.partial(move, threat=threat, shape=shape, s=sides[at])
-        again = walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
-        far = max(far // 2, 1) if again > OFTEN else min(2 * far, ahead)
+        walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
         step += count
 
 
@@ -141,24 +127,30 @@ def _alike(sides: list[int], at: int, most: int) -> int:
 
 @dataclasses.dataclass
 class _Walk:
-    """The samples still searched for: their places in the problem, images, best points, and how high those are."""
+    """The samples still searched for: their places in the problem, images, best points, how high those are, and how
+    high they were when it was last looked at."""
 
     problem: Problem
     rows: Tensor
     x: Tensor
     best: Tensor
     value: Tensor
+    earlier: Tensor
 
     def only(self, stay: Tensor) -> _Walk:
-        return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value)))
+        return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value, self.earlier)))
 
-    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> float:
-        """The next squares of each sample, all asked about at once, as if none but the last could help; the share of
-        the samples of which another did."""
-        count, again = len(draws.corner), 0
+    def hopeful(self, times: float) -> Tensor:
+        """Which samples may fall if they gain SLACK times as much `times` more as since they were last looked at."""
+        gain, self.earlier = self.value - self.earlier, self.value.clone()
+        return self.value + SLACK * gain * times > 0
+
+    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> None:
+        """The next squares of each sample, all asked about at once, as if none but the last could help."""
+        count = len(draws.corner)
         if count == 1:
             self.ask(propose(self.best, self.x, draws=_Draws(*(drawn[0] for drawn in draws))))
-            return 0
+            return
         squares = torch.arange(count, device=self.rows.device)
         past = torch.zeros_like(self.rows)  # how many of them a sample has behind it
         while bool((past < count).any()):
@@ -168,8 +160,6 @@ class _Walk:
             past.fill_(count)
             past[who[helped]] = which[helped] + 1
             past[self.problem.success[self.rows]] = count
-            again = max(again, int((past < count).sum()))
-        return again / len(self.rows)
 
     def ask(self, candidate: Tensor, who: Tensor | None = None) -> Tensor:
         """Keep the candidates that help, of several for one sample the first; their places."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,12 @@ from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.account import doubts
 from steelman.evaluation.checks import ContractError, as_model, predictions
-from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness
-from steelman.evaluation.masking import signs
+from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.evaluation.result import Flag, StageRecord
 from steelman.evaluation.stages import Stage, Suite, describe
 from steelman.losses import margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
-
-# The share of the samples on which a cascade measures signs of masking and the curve.
-PILOT, PILOT_LEAST, PILOT_MOST = 0.03, 32, 200
 
 
 @dataclasses.dataclass
@@ -49,6 +45,8 @@ class Runner:
         dtype = as_model(self.model, torch.zeros(1), torch.device("cpu")).dtype
         self.ledger = Ledger(self.work.folder, self.total, self.source.shape, dtype)
         self.records: list[StageRecord] = []
+        # As they are before they run: an attack of the caller's may keep notes in itself.
+        self.described = [describe(stage.attack) for stage in self.suite.stages]
         self.outside: dict[str, int] = {}
         self.refuted: dict[str, int] = {}
         self.nonfinite = 0
@@ -102,23 +100,15 @@ class Runner:
     def pilot(self) -> Tensor:
         """A few samples that the model gets right, drawn whatever their place in the data."""
         rows = self.ledger.right.nonzero()[:, 0]
-        most = min(max(math.ceil(PILOT * self.total), PILOT_LEAST), PILOT_MOST)
-        return self._drawn(rows, "pilot")[:most].sort().values
-
-    def signs(self, surrogates: Sequence[nn.Module] = ()) -> list[Flag]:
-        """The flags that can be raised before any stage."""
-        rows = self.pilot()
-        x, y = self.images(rows)
-        key, index = self.key.fold("signs"), self.index(rows)
-        return signs(
-            self.model, x, y, self.threat, index=index, key=key, surrogates=surrogates, batch_size=self.batch_size
-        )
+        return self._drawn(rows, "pilot")[: pilot_size(self.total)].sort().values
 
     # The attacks.
 
     def stages(self, flags: list[Flag], deadline: float | None) -> None:
         """Every stage in turn; those kept for doubt run if there is any."""
         for number, stage in enumerate(self.suite.stages):
+            if stage.pilot:  # it was the first
+                continue
             if stage.escalation:
                 self.escalated = self.escalated or any(one.raised for one in (*flags, *doubts(self)))
                 if not self.escalated:
@@ -129,36 +119,53 @@ class Runner:
 
     def _stage(self, number: int, stage: Stage, deadline: float | None) -> bool:
         """One stage on its samples; False if the time ran out."""
-        rows, before = self._whom(stage), self.ledger.alive.clone()
-        seconds = forwards = backwards = broken = done = 0.0
+        rows, done = self._whom(stage), 0
         attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
-        for part_rows, part in self._batches(f"{number:02d}", rows, attack, deadline, copies):
-            self.ledger.record(number, part)
-            self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
-            self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
-            self.nonfinite += int(part["nonfinite"])
-            seconds += float(part["seconds"])
-            forwards += int(part["forwards"].sum())
-            backwards += int(part["backwards"].sum())
-            broken += int(part["broken"].sum())
+        parts = self._batches(f"{number:02d}", rows, attack, deadline, copies)
+        self.take(number)
+        for part_rows, part in parts:
+            self.take(number, part)
             done += len(part_rows)
-            self.tell(stage.name, int(done), len(rows))
-        left = int(self.ledger.right.sum()) - broken if self.suite.protocol else int(self.ledger.alive.sum())
-        self.records.append(
-            StageRecord(
-                name=stage.name,
-                settings=describe(stage.attack),
-                attacked=int(done),
-                broken=int(broken if self.suite.protocol else (before & ~self.ledger.alive).sum()),
-                left=int(left),
-                forwards=int(forwards),
-                backwards=int(backwards),
-                seconds=seconds,
-            )
-        )
+            self.tell(stage.name, done, len(rows))
         if done < len(rows):
-            self.cut[stage.name] = (int(done), len(rows))
+            self.cut[stage.name] = (done, len(rows))
         return done == len(rows)
+
+    def take(self, number: int, part: dict[str, Tensor] | None = None) -> None:
+        """Enter what a stage made of some samples; without any, that it began."""
+        stage, ledger = self.suite.stages[number], self.ledger
+        if not self.records or self.records[-1].name != stage.name:
+            left = ledger.right if self.suite.protocol else ledger.alive
+            self.records.append(
+                StageRecord(
+                    name=stage.name,
+                    settings=self.described[number],
+                    attacked=0,
+                    broken=0,
+                    left=int(left.sum()),
+                    forwards=0,
+                    backwards=0,
+                    seconds=0.0,
+                )
+            )
+        if part is None:
+            return
+        before = int(ledger.alive.sum())
+        ledger.record(number, part)
+        self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
+        self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
+        self.nonfinite += int(part["nonfinite"])
+        broken = int(part["broken"].sum()) if self.suite.protocol else before - int(ledger.alive.sum())
+        so_far = self.records[-1]
+        self.records[-1] = dataclasses.replace(
+            so_far,
+            attacked=so_far.attacked + len(part["rows"]),
+            broken=so_far.broken + broken,
+            left=so_far.left - broken,
+            forwards=so_far.forwards + int(part["forwards"].sum()),
+            backwards=so_far.backwards + int(part["backwards"].sum()),
+            seconds=so_far.seconds + float(part["seconds"]),
+        )
 
     def _whom(self, stage: Stage) -> Tensor:
         """The samples that are a stage's own, in their order."""
@@ -190,10 +197,23 @@ class Runner:
             x_adv, claimed, counts = found.x_adv, found.success, torch.stack((found.forwards, found.backwards)).cpu()
         else:
             x_adv = attack(self.model, x, y, self.threat, index=index, key=key)
-        seconds = time.perf_counter() - started
+        return self.judged(stage.name, rows, x, y, x_adv, claimed, counts, time.perf_counter() - started)
+
+    def judged(
+        self,
+        name: str,
+        rows: Tensor,
+        x: Tensor,
+        y: Tensor,
+        x_adv: Tensor,
+        claimed: Tensor,
+        counts: Tensor,
+        seconds: float,
+    ) -> dict[str, Tensor]:
+        """What counts of an attack's points, of which it `claimed` some to fool the model."""
         if not isinstance(x_adv, Tensor) or x_adv.shape != x.shape:
             got = x_adv.shape if isinstance(x_adv, Tensor) else type(x_adv).__name__
-            raise UserError(f"{stage.name}: expected points of shape {x.shape}, got {got}")
+            raise UserError(f"{name}: expected points of shape {x.shape}, got {got}")
         x_adv = x_adv.detach().to(x)
         inside = self.threat.contains(x_adv, x)
         # A point outside may be anything, NaN included: the clean one stands in for it.
@@ -274,4 +294,7 @@ class Runner:
         if len(x) == 0:  # many a model cannot take none
             return torch.empty(0, 2, device=x.device)
         with untouched(self.model), torch.no_grad():
+            torch.manual_seed(
+                self.key.fold("answers").integer()
+            )  # for a random model: the seed decides, not the caller
             return logits_of(self.model, x)

@@ -193,7 +193,10 @@ def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measure
     if records[0]["suite"] != records[1]["suite"]:
         return "they were not attacked alike"
     unsound = [name for name in (pair.first, pair.second) if models[name].trust != "sound"]
-    return f"the verdict on {unsound[0]} is {models[unsound[0]].trust}" if unsound else ""
+    if unsound:
+        return f"the verdict on {unsound[0]} is {models[unsound[0]].trust}"
+    given = any(models[name].protocol for name in (pair.first, pair.second))
+    return "only given attacks were tried, and nobody asked whether they work on these models" if given else ""
 
 
 def _measured(name: str, bundle: Bundle) -> Measured:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import torch
 
 from steelman.errors import UserError
 from steelman.evaluation.evidence import Bundle, DamagedError, claims, data_digest
-from steelman.evaluation.ledger import ROBUST, WRONG
+from steelman.evaluation.ledger import ROBUST, WRONG, pilot_size
 from steelman.evaluation.result import Evaluation, Trust
+
+# The flags that every cascade measures, whatever the model.
+MEASURED = ("zero gradients", "black box stronger", "random answers", "undefined answers", "coarse answers")
 
 
 def check_consistency(bundle: Bundle) -> None:
@@ -97,6 +101,25 @@ def _stages(bundle: Bundle) -> None:
     wanted = [name for name in idle if not planned[name][1]["escalation"] or verdict["escalated"]]
     if verdict["complete"] and wanted:
         raise DamagedError(f"the verdict is claimed to be complete, and {wanted[0]} did not run")
+    if verdict["complete"] and not record["suite"]["protocol"]:
+        _shares(bundle)
+
+
+def _shares(bundle: Bundle) -> None:
+    """Each stage of a whole cascade has attacked as many samples as were its share."""
+    record, plan = bundle.record, {stage["name"]: stage for stage in bundle.record["suite"]["stages"]}
+    left, watched = record["clean_correct"], None
+    for done in record["stages"]:
+        stage = plan[done["name"]]
+        expected = math.ceil(stage["share"] * left) if stage["share"] < 1 else left
+        if stage["pilot"]:
+            expected = min(left, pilot_size(record["total"]))
+        if stage["sentinel"]:  # one draw for all of them
+            expected = expected if watched is None else watched
+            watched = expected - done["broken"]
+        if done["attacked"] != expected:
+            raise DamagedError(f"{done['name']} attacked {done['attacked']} samples, and its share was {expected}")
+        left = done["left"]
 
 
 def _verdict(bundle: Bundle) -> None:
@@ -116,6 +139,26 @@ def _verdict(bundle: Bundle) -> None:
             raise DamagedError(f"flag {flag['name']!r} is raised or not against its own figure")
         if flag["raised"] and order.index(flag["trust"]) > order.index(verdict["trust"]):
             raise DamagedError(f"the verdict is {verdict['trust']} in spite of the flag {flag['name']!r}")
+    if not verdict["complete"] and verdict["trust"] == "sound":
+        raise DamagedError("the verdict is sound, though not complete")
+    if verdict["complete"] and not verdict["protocol"]:
+        _flags(bundle)
+
+
+def _flags(bundle: Bundle) -> None:
+    """A whole cascade has measured its flags, and drawn its consequences."""
+    record, verdict, plan = bundle.record, bundle.record["verdict"], bundle.record["suite"]["stages"]
+    figures = {flag["name"]: flag["figure"] for flag in verdict["flags"]}
+    missing = [name for name in MEASURED if name not in figures]
+    if missing and record["clean_correct"]:
+        raise DamagedError(f"the verdict is claimed to be complete, and the flag {missing[0]!r} was not measured")
+    sentinels = [stage["name"] for stage in plan if stage["sentinel"]]
+    broken = sum(done["broken"] for done in record["stages"] if done["name"] in sentinels)
+    if sentinels and figures.get("sentinel broken") != broken:
+        raise DamagedError(f"the sentinel broke {broken} samples, and the flag says {figures.get('sentinel broken')}")
+    doubt = any(flag["raised"] for flag in verdict["flags"]) and any(stage["escalation"] for stage in plan)
+    if verdict["escalated"] != doubt:
+        raise DamagedError("the verdict is escalated without a flag, or not in spite of one")
 
 
 def _copy(bundle: Bundle) -> None:

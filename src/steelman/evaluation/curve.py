@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from steelman.attacks import PGD
+from steelman.attacks import PGD, Found
 from steelman.evaluation.cascade import Runner
 from steelman.evaluation.masking import flag
 from steelman.evaluation.result import CurvePoint, Flag
@@ -19,8 +21,11 @@ CURVE_ATTACK = PGD(steps=20)
 CURVE_SAMPLES = 500
 
 
-def accuracy_curve(run: Runner) -> tuple[CurvePoint, ...]:
-    """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest."""
+def accuracy_curve(run: Runner, keep: Callable[[Tensor, Found], None] | None = None) -> tuple[CurvePoint, ...]:
+    """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest.
+
+    Arguments: `keep` is given what was found within eps, and for which of the pilot's samples.
+    """
     attack, ratios = CURVE_ATTACK, list(CURVE_RATIOS)
     if run.suite.protocol:
         rows = torch.arange(min(run.total, CURVE_SAMPLES))
@@ -29,14 +34,16 @@ def accuracy_curve(run: Runner) -> tuple[CurvePoint, ...]:
         attack = dataclasses.replace(attack, loss="scale-invariant-cross-entropy")
         ratios.append(max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0))
     correct = dict.fromkeys((0.0, *ratios), 0)
-    for part in run.parts(rows):
-        alive = part[run.ledger.right[part]]
+    for part in run.parts(torch.arange(len(rows))):
+        alive = part[run.ledger.right[rows[part]]]
         correct[0.0] += len(alive)
         for ratio in ratios:
-            x, y = run.images(alive)
+            x, y = run.images(rows[alive])
             wider = run.threat.at(run.threat.eps * ratio)
-            x_adv = attack(run.model, x, y, wider, index=run.index(alive), key=run.key.fold("curve"))
-            fooled = (run.answers(x_adv).argmax(dim=1) != y) & wider.contains(x_adv, x)
+            found = attack.run(run.model, x, y, wider, index=run.index(rows[alive]), key=run.key.fold("curve"))
+            if keep is not None and ratio <= 1:
+                keep(alive, found)
+            fooled = (run.answers(found.x_adv).argmax(dim=1) != y) & wider.contains(found.x_adv, x)
             alive = alive[~fooled.cpu()]
             correct[ratio] += len(alive)
     return tuple(

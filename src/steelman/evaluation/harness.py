@@ -26,13 +26,15 @@ from steelman.errors import UserError
 from steelman.evaluation.account import doubts, examples, notes, scores
 from steelman.evaluation.cascade import Runner
 from steelman.evaluation.checks import check_contract, check_manners, check_model
-from steelman.evaluation.curve import CURVE_ATTACK, accuracy_curve, levels_off
+from steelman.evaluation.curve import CURVE_ATTACK
 from steelman.evaluation.evidence import weights_digest, write_bundle
 from steelman.evaluation.ledger import WRONG, Ledger, Work, writing
+from steelman.evaluation.pilot import look_ahead
 from steelman.evaluation.result import Evaluation, Flag, Trust, Verdict
 from steelman.evaluation.selftest import self_test
 from steelman.evaluation.stages import Suite, describe, protocol
 from steelman.evaluation.suites import suite_named
+from steelman.precision import full_precision
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -100,6 +102,7 @@ def evaluate(
         # Whatever the caller computes in, the answers are judged in full precision, and attacks need gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(full_precision())
         classes = check_contract(model, source, threat, device)
         random = check_manners(
             model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages), most=batch_size
@@ -136,11 +139,9 @@ def evaluate(
         run.clean()
         if not chosen.protocol:
             self_test(chosen, model, source, threat, classes, device)
-        flags = [] if chosen.protocol else run.signs(surrogates)
         # The curve is PGD's, and whoever asks for black-box attacks alone may have no gradient.
         blind = all(getattr(stage.attack, "black_box", False) for stage in chosen.stages)
-        points = accuracy_curve(run) if curve and not blind else ()
-        flags += levels_off(points, chosen)
+        flags, points = look_ahead(run, surrogates, curve=curve and not blind)
         run.stages(flags, started + 60 * minutes if minutes else None)
         found = Evaluation(
             model=name,

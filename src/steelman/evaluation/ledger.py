@@ -31,6 +31,8 @@ from steelman.losses import margin, standardised
 
 WRONG, ROBUST = -2, -1  # `broken_by` of a sample that is wrong without an attack, and of one that no attack broke
 FORMAT = 1
+# The share of the samples on which signs of masking and the curve are measured, and how many at least and at most.
+PILOT, PILOT_LEAST, PILOT_MOST = 0.03, 32, 200
 # What an evaluation leaves in its folder.
 PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "evaluation.json", "gallery.safetensors")
 DONE = ".work.done"  # a folder `work` that is no longer needed, on its way out
@@ -271,6 +273,11 @@ def _differences(kept: Any, new: Any, path: str) -> Iterator[str]:
     elif kept != new:
         short = max(len(str(kept)), len(str(new))) <= 40
         yield f"{path} was {kept}, is {new}" if short else f"{path} differs"
+
+
+def pilot_size(total: int) -> int:
+    """How many samples a pilot takes, if the model gets so many right."""
+    return min(max(math.ceil(PILOT * total), PILOT_LEAST), PILOT_MOST)
 
 
 def nearness(logits: Tensor, y: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ Each sign is a figure measured on a few samples, a limit, and what follows when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import ATTACKS
+from steelman.attacks import ATTACKS, Found
 from steelman.attacks.base import input_gradient, logits_of, untouched
 from steelman.errors import UserError
 from steelman.evaluation.checks import coarse
@@ -65,24 +65,29 @@ def signs(
     key: Key,
     surrogates: Sequence[nn.Module] = (),
     batch_size: int = 256,
+    keep: Callable[[Tensor, Found], None] | None = None,
 ) -> list[Flag]:
     """The flags of a model on a few samples that it gets right; `surrogates` are models whose adversarial points are
-    tried on it too. No batch is larger than `batch_size`."""
+    tried on it too. No batch is larger than `batch_size`; `keep` is given what each attack found, and for whom."""
     if len(x) == 0:
         return []
     seen, one_more = Seen(), 1 / len(x)
     watched = Watched(model, seen)
 
+    everyone = torch.arange(len(x), device=x.device)
+
     def attacked(
-        name: str, on: nn.Module = watched, start: int = 0, who: Tensor | None = None, **options: object
+        name: str, on: nn.Module = watched, who: Tensor = everyone, starts: int = 1, **options: object
     ) -> tuple[Tensor, Tensor]:
-        attack, folded = ATTACKS[name](**options), key.fold("signs", start)
-        size = max(batch_size // attack.copies, 1)
-        mine = [part if who is None else part[who] for part in (x, y, index)]
-        found = [
-            attack.run(on, images, labels, threat, index=places, key=folded)
-            for images, labels, places in zip(*(torch.split(part, size) for part in mine), strict=True)
-        ]
+        attack, rows = ATTACKS[name](**options), who.repeat(starts)
+        # Each start with noise of its own.
+        places = index[rows] + torch.arange(starts, device=x.device).repeat_interleave(len(who))
+        parts = (torch.split(part, max(batch_size // attack.copies, 1)) for part in (rows, places))
+        found = []
+        for part, at in zip(*parts, strict=True):
+            found.append(attack.run(on, x[part], y[part], threat, index=at, key=key.fold("signs")))
+            if keep is not None and on is watched:
+                keep(part, found[-1])
         return torch.cat([part.success for part in found]), torch.cat([part.x_adv for part in found])
 
     slopes = _slopes(model, x, y, threat, batch_size)
@@ -127,8 +132,8 @@ def signs(
                 "climb in small steps",
             )
         )
-        starts = [attacked("pgd", start=start + 1, steps=STEPS, loss=loss)[0] for start in range(STARTS)]
-        some, every = torch.stack(starts).any(dim=0), torch.stack(starts).all(dim=0)
+        fell = attacked("pgd", starts=STARTS, steps=STEPS, loss=loss)[0].view(STARTS, len(x))
+        some, every = fell.any(dim=0), fell.all(dim=0)
         white = many | one | some
         differ = _share(some & ~every)
         flags.append(
@@ -144,7 +149,7 @@ def signs(
     # Square knows no l1; an estimated gradient is a blind guess in any norm.
     square = threat.norm in ATTACKS["square"]().norms
     guesses: dict[str, Any] = {"queries": QUERIES, "ahead": 4} if square else {"steps": 10, "pairs": QUERIES // 20}
-    blind, _ = attacked("square" if square else "spsa", who=~white, **guesses)
+    blind, _ = attacked("square" if square else "spsa", who=everyone[~white], **guesses)
     ahead = int(blind.sum()) / len(x)
     flags.append(
         flag(
@@ -160,7 +165,11 @@ def signs(
         carried = torch.zeros_like(white)
         for surrogate in surrogates:
             _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin")
-            carried |= _wrong(model, points, y, batch_size) & threat.contains(points, x)
+            fooled = _wrong(model, points, y, batch_size) & threat.contains(points, x)
+            carried |= fooled
+            if keep is not None:
+                none = torch.zeros_like(y)
+                keep(everyone, Found(x_adv=points, success=fooled, forwards=none, backwards=none))
         gained = _share(carried & ~white)
         flags.append(
             flag(

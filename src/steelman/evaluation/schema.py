@@ -18,7 +18,10 @@ class _Part(pydantic.BaseModel):
 class _Planned(_Part):
     name: str
     attack: dict[str, Any]
+    share: Annotated[float, Field(gt=0, le=1)]
+    sentinel: bool
     escalation: bool
+    pilot: bool
 
 
 class _Suite(_Part):

@@ -7,6 +7,7 @@ falling. A *protocol* attacks every sample with each attack, as a paper's table 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import marshal
 import types
@@ -25,7 +26,8 @@ class Stage:
 
     `share` is the share of the survivors that it is given, those with the smallest margin so far; `warm` begins at each
     sample's best point so far. A `sentinel` stage is given its share whatever the margins: it is there to find out
-    whether the stages before it missed something. An `escalation` stage runs only when there is reason to doubt.
+    whether the stages before it missed something. An `escalation` stage runs only when there is reason to doubt. A
+    `pilot` stage is what flags and curve found while they were measured; it comes first.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Stage:
     warm: bool = False
     sentinel: bool = False
     escalation: bool = False
+    pilot: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,16 +65,46 @@ def protocol(attacks: Mapping[str, Attack], name: str = "custom") -> Suite:
 
 
 def describe(attack: Attack) -> dict[str, Any]:
-    """An attack's settings as plain values; those of an attack that it is put around are under `inner`."""
+    """An attack's settings as plain values; those of an attack that it is put around are under `inner`.
+
+    Of a function or an object that is no settings class, what can be told: a function's body and what it encloses, an
+    object's attributes. Another value of these is another attack.
+    """
+    anything: Any = attack
+    if isinstance(anything, types.FunctionType):  # its name says little; another body is another attack
+        code = hashlib.sha256(marshal.dumps(anything.__code__)).hexdigest()[:16]
+        cells = [_content(cell) for cell in anything.__closure__ or ()]
+        held = {**dict(zip(anything.__code__.co_freevars, cells, strict=True)), **(anything.__kwdefaults__ or {})}
+        return {"attack": anything.__qualname__, "code": code, **_held(held)}
+    if isinstance(anything, functools.partial):
+        held = {str(place): value for place, value in enumerate(anything.args)} | anything.keywords
+        return {"attack": "partial", "inner": describe(anything.func), **_held(held)}
     described: dict[str, Any] = {"attack": type(attack).__name__}
-    if isinstance(attack, types.FunctionType):  # its name says little; another body is another attack
-        return {"attack": attack.__qualname__, "code": hashlib.sha256(marshal.dumps(attack.__code__)).hexdigest()[:16]}
-    fields: Any = dataclasses.fields(attack) if dataclasses.is_dataclass(attack) else ()
-    for field in fields:
+    if not dataclasses.is_dataclass(anything):
+        return {**described, **_held(getattr(attack, "__dict__", {}))}
+    for field in dataclasses.fields(anything):
         value = getattr(attack, field.name)
         if isinstance(value, Attack):
             described["inner"] = describe(value)
         elif field.repr:
-            plain = value is None or isinstance(value, (bool, int, float, str))
-            described[field.name] = value if plain else str(value)
+            described[field.name] = _plain(value)
     return described
+
+
+def _held(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function or an object has in it, under `values`; nothing of nothing."""
+    return {"values": {name: _plain(value) for name, value in values.items()}} if values else {}
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be written down, or its text; of an object without one, its type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value).__name__ if " at 0x" in str(value) else str(value)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from steelman.attacks import ATTACKS, Search
 from steelman.errors import unknown
+from steelman.evaluation.pilot import Pilot
 from steelman.evaluation.protocols import PROTOCOLS, full
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel
@@ -24,7 +25,8 @@ def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: floa
         for s in official
     ]
     doubt = [dataclasses.replace(s, name=f"escalated {s.name}", escalation=True) for s in official]
-    return Suite(name=name, stages=(*known, *watch, *doubt))
+    pilot = Stage(name="pilot", attack=Pilot(), pilot=True)
+    return Suite(name=name, stages=(pilot, *known, *watch, *doubt))
 
 
 def _for_few(attack: Any) -> Search:
@@ -41,7 +43,7 @@ def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
 
 def _squares(queries: int, ahead: int) -> Search:
     """Small squares from the start: what is left to do at a point that gradients have found is fine work."""
-    return ATTACKS["square"](queries=queries, p=0.05, ahead=ahead)
+    return ATTACKS["square"](queries=queries, p=0.05, ahead=ahead, resign=True)
 
 
 def _first(threat: ThreatModel) -> list[Stage]:
@@ -75,7 +77,7 @@ def standard(threat: ThreatModel) -> Suite:
         Stage(name="all targets", attack=_climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.4),
         Stage(name="dlr", attack=ATTACKS["apgd-t"](steps=50, targets=3), share=0.1),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
-        Stage(name="cold square", attack=ATTACKS["square"](queries=5000, ahead=8), share=0.02),
+        Stage(name="cold square", attack=ATTACKS["square"](queries=5000, ahead=8, resign=True), share=0.02),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
 

@@ -24,6 +24,7 @@ from steelman.evaluation.consistency import check_consistency
 from steelman.evaluation.evidence import Bundle, DamagedError, read_bundle, weights_digest
 from steelman.evaluation.ledger import ROBUST, WRONG, digests, nearness
 from steelman.losses import margin
+from steelman.precision import full_precision
 
 BATCH, BATCH_BYTES = 256, 1 << 26
 # How far a margin or a lead may be from the one written down, in units of the logits' spread, and what sums may differ
@@ -110,7 +111,7 @@ class _Asked:
         modes = [module.training for module in self.model.modules()]
         try:
             self.model.eval()
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), full_precision():
                 logits: Tensor = self.model(x.to(self.device, self.dtype))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             raise UserError(f"the model cannot take images of shape {tuple(x.shape[1:])}: {error}") from None
@@ -135,6 +136,8 @@ def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
         if asked is None:
             continue
         logits = asked(x)
+        if rows[0] == 0 and not torch.equal(logits, asked(x)):
+            raise UserError("the model gives another answer each time; what is claimed of it cannot be checked with it")
         if len(other := rows[~_says(logits, samples["clean"][rows], asked.dtype)]):
             raise DamagedError(f"the model does not say what is claimed of the clean images {_some(other)}")
         # The margin is the smallest seen, so never above the clean one, and that itself where nothing was tried.
