@@ -252,6 +252,15 @@ def first(f: Forged, column: str, value: float, kind: int | None = None) -> None
     f.samples[column][row] = value
 
 
+def rejected(bundle: Path, forge: Callable[[Forged], Any], expected: str, by: Callable[[Path], Any]) -> None:
+    """Forged like this, with every hash made to fit, the bundle is rejected for this reason."""
+    forged = Forged(bundle)
+    forge(forged)
+    forged.write()
+    with pytest.raises(DamagedError, match=expected):
+        by(bundle)
+
+
 FORGERIES: dict[str, tuple[Callable[[Forged], Any], str]] = {
     "a robust sample broken": (robust_as_broken, "does not say what is claimed of the adversarial images"),
     "a wrong sample robust": (wrong_as_robust, "does not say what is claimed of the clean images"),
@@ -277,12 +286,7 @@ FORGERIES: dict[str, tuple[Callable[[Forged], Any], str]] = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_what_is_false_is_noticed_with_model_and_data(bundle: Path, name: str) -> None:
-    forge, expected = FORGERIES[name]
-    forged = Forged(bundle)
-    forge(forged)
-    forged.write()
-    with pytest.raises(DamagedError, match=expected):
-        check(bundle)
+    rejected(bundle, *FORGERIES[name], by=check)
 
 
 def nobody_attacked(f: Forged) -> None:
@@ -305,24 +309,30 @@ def without_flag(f: Forged, name: str) -> None:
     verdict["flags"] = [flag for flag in verdict["flags"] if flag["name"] != name]
 
 
+def unheeded(f: Forged) -> None:
+    """A raised flag of the kind that leaves a verdict sound, and asks for escalation all the same."""
+    flag = {"name": "targeted ahead", "figure": 1.0, "limit": 0.0, "raised": True, "trust": "sound", "text": "x"}
+    f.record["verdict"]["flags"].append(flag)
+
+
 PLANS: dict[str, tuple[Callable[[Forged], Any], str]] = {
     "nobody attacked": (nobody_attacked, "attacked 0 samples, and its share was"),
     "one fewer attacked": (lambda f: f.record["stages"][2].update(attacked=1), "attacked 1 samples, and its share was"),
     "no flag measured": (lambda f: f.record["verdict"].update(flags=[]), "the flag 'zero gradients' was not measured"),
     "one flag not measured": (lambda f: without_flag(f, "random answers"), "'random answers' was not measured"),
     "escalated for nothing": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
+    "a flag without consequence": (unheeded, "escalated without a flag, or not in spite of one"),
+    "a silent sentinel": (
+        lambda f: f.record["suite"]["stages"][2].update(sentinel=True),
+        "the sentinel broke .* samples",
+    ),
     "sound, not complete": (lambda f: f.record["verdict"].update(complete=False, trust="sound"), "not complete"),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_contradicts_the_plan_is_noticed_without_the_model(bundle: Path, name: str) -> None:
-    forge, expected = PLANS[name]
-    forged = Forged(bundle)
-    forge(forged)
-    forged.write()
-    with pytest.raises(DamagedError, match=expected):
-        verify(bundle)
+    rejected(bundle, *PLANS[name], by=verify)
 
 
 def test_every_cascade_measures_the_flags_that_are_asked_for(original: Path) -> None:
