@@ -32,6 +32,7 @@ from steelman.evaluation.harness import versions
 from steelman.threat import ThreatModel
 
 SEEDS = range(5)
+AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
 
 
 def kept(path: Path, compute: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[
             )
     theirs = set(base["left"])
     for suite, records in runs.items():
+        lines += ["", _summary(suite, records, base)]
         mine = [set(record["left"]) for record in records]
         for who, only in (
             ("AutoAttack", [left - theirs for left in mine]),
@@ -145,6 +147,23 @@ def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[
             told = ", ".join(f"{sample} ({times[sample]})" for sample in sorted(times)) or "none"
             lines += ["", f"Samples that {who} broke and {_other(who, suite)} did not (in how many seeds): {told}."]
     return [*lines, ""]
+
+
+def _summary(suite: str, records: list[dict[str, Any]], base: dict[str, Any]) -> str:
+    """Strength and cost of a suite's seeds in a sentence, with the time that was aimed at."""
+    low = sum(record["robust"] <= base["robust"] for record in records)
+    times = sorted(base["seconds"] / record["seconds"] for record in records)
+    passes = sorted(_passes(base) / _passes(record) for record in records)
+    middle = len(records) // 2
+    return (
+        f"`{suite}` is at or below AutoAttack in {low} of {len(records)} seeds. It takes 1/{times[middle]:.0f} of its "
+        f"time (median; slowest 1/{times[0]:.0f}, quickest 1/{times[-1]:.0f}; aimed at: 1/{AIM[suite]}) and "
+        f"1/{passes[middle]:.0f} of its F + B."
+    )
+
+
+def _passes(record: dict[str, Any]) -> float:
+    return float(record["forwards"] + record["backwards"])
 
 
 def _other(who: str, suite: str) -> str:
@@ -175,7 +194,7 @@ def main() -> None:
     lines = [
         "# The verdict beside AutoAttack",
         "",
-        "Written by `make bench-verdict`: one run, the same images and model for all, batches of",
+        "Written by `make bench-verdict`: each model in one run, the same images for all, batches of",
         f"{options.batch_size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
         "official budgets (100 steps for APGD-CE, APGD-T and FAB-T, where its default is 10, and a Square that does",
         "not rescale its schedule, where its default does); `full` has the same",

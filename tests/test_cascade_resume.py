@@ -33,8 +33,7 @@ from steelman.evaluation import (
     verify,
 )
 from steelman.evaluation.consistency import MEASURED
-from steelman.evaluation.masking import flag
-from steelman.evaluation.result import Flag
+from steelman.evaluation.pilot import Pilot
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, Net, a_model, the_data
 from tests.test_evidence import contents, names
@@ -44,6 +43,7 @@ _context = multiprocessing.get_context("forkserver")
 SUITE = Suite(
     name="small",
     stages=(
+        Stage(name="pilot", attack=Pilot(), pilot=True),
         Stage(name="first", attack=PGD(steps=1, start="zero", step_size=EPS)),
         Stage(name="targets", attack=PGD(steps=3, step_size=EPS, loss="margin"), share=0.8),
         Stage(name="warm square", attack=ATTACKS["square"](queries=40), share=0.5, warm=True),
@@ -128,8 +128,8 @@ def test_sigkill_at_ten_random_moments(tmp_path: Path, whole: Path) -> None:
     same(out, whole)
 
 
-def no_signs(*_: object, **__: object) -> list[Flag]:
-    return [flag(name, 0, 0, "suspect", "") for name in MEASURED]
+def no_signs(_: object, x: Tensor, *__: object, **___: object) -> dict[str, Tensor]:
+    return {name: torch.zeros(len(x)) for name in MEASURED}
 
 
 class Killed(BaseException):
@@ -158,7 +158,7 @@ def test_killed_at_every_file_in_turn(
     for module in (ledger, evidence, result):
         monkeypatch.setattr(module, "write_atomic", deadly)
     # Neither writes a file, and both take longer than all the rest.
-    monkeypatch.setattr(pilot, "signs", no_signs)
+    monkeypatch.setattr(pilot, "measure", no_signs)
     monkeypatch.setattr(harness, "self_test", lambda *_: None)
     killed = 0
     while True:
@@ -175,7 +175,7 @@ def test_killed_at_every_file_in_turn(
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "SHARD", 4)
-        patch.setattr(pilot, "signs", no_signs)
+        patch.setattr(pilot, "measure", no_signs)
         run(tmp_path / "unflagged")
     same(out, tmp_path / "unflagged")
     assert contents(out).keys() == contents(whole).keys()

@@ -254,6 +254,31 @@ def test_the_same_command_goes_on(
     )
 
 
+@pytest.mark.parametrize("out", [(), ("--out", "o")], ids=["default", "out"])
+def test_killed_before_the_page_it_is_only_the_page_that_is_made(
+    out: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("evaluate", f"{HERE}:nearest_mean", *COMMON, *SUITE, *out)
+    place = Path(out[1]) if out else Path("runs/evaluations/linf-0.05")
+    _, first, _ = command(*words)
+    page, evidence = (place / "report.html").read_bytes(), files(place)
+    (place / "report.html").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "batch", lambda *_: pytest.fail("computed again"))
+        code, said, err = command(*words)
+    assert (code, err) == (0, "")
+    assert said == first.replace(f"evidence: {place}\n", f"evidence: {place} (finished before, but for its page)\n")
+    assert (place / "report.html").read_bytes() == page
+    assert files(place) == evidence
+    (place / "report.html").unlink()
+    other = command(*words, "--seed", "1")
+    if out:
+        assert other[0] == 2
+        assert "already holds a report (evidence.json)" in other[2]
+    else:
+        assert other[1].startswith(f"evidence: {place}-2\n")
+
+
 @pytest.mark.timeout(240)
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL between two batches of a real process, then the same command in another."""

@@ -123,15 +123,23 @@ def test_an_attack_around_another_has_no_kind_of_its_own() -> None:
     assert pages.summary_and_paper(Around) == ("Another attack.", "")
 
 
-def test_the_examples_of_the_page_of_attacks_run(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "attacks.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 4
+@pytest.mark.parametrize(("name", "count"), [("attacks.md", 4), ("verdict.md", 1)])
+def test_the_examples_of_a_page_run(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what an example leaves behind
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+    assert len(blocks) >= count
     model, other = (nn.Sequential(nn.Flatten(), nn.Linear(4, 3)) for _ in range(2))
     x = torch.rand(4, 1, 2, 2)
     y = model(x).argmax(dim=1)
     names = {"model": model, "other": other, "x": x, "y": y, "target": (y + 1) % 3}
     (tmp_path / "examples.py").write_text("\n".join(blocks))  # each goes on where the one before ended
     runpy.run_path(str(tmp_path / "examples.py"), init_globals=names)
+
+
+def test_the_pages_link_to_pages_that_are_there() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_every_objective_is_in_the_measured_page() -> None:

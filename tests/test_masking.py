@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.evaluation.masking import signs
+from steelman.evaluation.masking import flags_of, measure
 from steelman.evaluation.result import Flag
 from steelman.rng import Key
 from steelman.threat import ThreatModel
@@ -23,6 +23,10 @@ def flags(model: nn.Module, threat: ThreatModel = THREAT, n: int = 32, **options
         y = model(x).nan_to_num().argmax(dim=1)
     found = signs(model, x, y, threat, index=torch.arange(n), key=Key(0), **options)
     return {one.name: one for one in found}
+
+
+def signs(*arguments: Any, **options: Any) -> list[Flag]:
+    return flags_of([measure(*arguments, **options)])
 
 
 def raised(model: nn.Module, **options: Any) -> set[str]:
@@ -103,8 +107,19 @@ def test_one_step_stronger_than_many() -> None:
 
 
 def test_nothing_is_said_of_no_samples() -> None:
-    empty = torch.zeros(0, 1, 4, 4)
-    assert signs(Base().eval(), empty, empty[:, 0, 0, 0].long(), THREAT, index=torch.arange(0), key=Key(0)) == []
+    assert flags_of([]) == []
+
+
+def test_what_is_measured_in_parts_is_weighed_as_one() -> None:
+    """Shares of all samples, not means of shares; the limit allows one sample of all."""
+    model, x = LIARS["gradient reversed"].make().eval(), images(30)
+    with torch.no_grad():
+        y = model(x).argmax(dim=1)
+    parts = [
+        measure(model, x[part], y[part], THREAT, index=part, key=Key(0))
+        for part in torch.split(torch.arange(30), [23, 7])
+    ]
+    assert flags_of(parts) == signs(model, x, y, THREAT, index=torch.arange(30), key=Key(0))
 
 
 def test_the_model_is_left_as_it_was() -> None:

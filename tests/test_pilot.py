@@ -85,7 +85,8 @@ def test_a_suite_without_a_place_for_it_keeps_to_its_own_attacks() -> None:
 
 
 def test_what_the_curve_finds_within_eps_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pilot, "signs", lambda *_, **__: [])
+    monkeypatch.setattr(pilot, "measure", lambda *_, **__: {})
+    monkeypatch.setattr(pilot, "flags_of", lambda _: [])
     (with_curve, _), (without, _) = run(), run(curve=False)
     assert with_curve.broken > 0
     assert without.broken == 0
@@ -98,20 +99,96 @@ def test_the_batch_size_does_not_matter() -> None:
     ]
 
 
+class Killed(BaseException):
+    """As good as a SIGKILL: nothing catches it."""
+
+
+def killed(*_: object) -> Tensor:
+    raise Killed
+
+
+def counts(stages: tuple[StageRecord, ...]) -> list[tuple[int, ...]]:
+    return [(one.attacked, one.broken, one.left, one.forwards, one.backwards) for one in stages]
+
+
 def test_interrupted_it_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
-    def killed(*_: object) -> Tensor:
-        raise Killed
-
     with monkeypatch.context() as patch:
         patch.setattr(cascade.Runner, "_attack", killed)
         with pytest.raises(Killed):
             run(tmp_path / "out")
     whole = run(tmp_path / "whole")
     monkeypatch.setattr(pilot, "_measure", lambda *_, **__: pytest.fail("measured again"))
-    assert [one.broken for one in run(tmp_path / "out")] == [one.broken for one in whole]
+    assert counts(run(tmp_path / "out")) == counts(whole)
+
+
+def test_killed_in_the_middle_it_goes_on_from_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, real, batches = run(tmp_path / "whole", batch_size=10), pilot._measure, list[int]()
+
+    def counted(*given: object, **options: object) -> dict[str, Tensor]:
+        batches.append(len(given[-1]))  # type: ignore[arg-type]
+        if batches == [10, 10, 10]:
+            raise Killed
+        return real(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pilot, "_measure", counted)
+    with pytest.raises(Killed):
+        run(tmp_path / "out", batch_size=10)
+    assert counts(run(tmp_path / "out", batch_size=10)) == counts(whole)
+    assert batches == [10, 10, 10, 10, 2]
+    for name in ("evidence.json", "samples.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_what_was_kept_of_another_question_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a curve before and with one now; and with a surrogate."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cascade.Runner, "_attack", killed)
+        with pytest.raises(Killed):
+            run(tmp_path / "out", curve=False)
+        with pytest.raises(Killed):
+            run(tmp_path / "out")
+    found = evaluate(a_model(), the_data(), None, THREAT, SUITE, out=tmp_path / "out", surrogates=[a_model()])
+    assert found.verdict is not None
+    assert "transfer stronger" in {flag.name for flag in found.verdict.flags}
+    assert found.curve[0].total == 32
+
+
+def test_the_time_may_run_out_in_it(tmp_path: Path) -> None:
+    """Then no stage runs, what is known is told as that, and the next calls go on."""
+    attacked = []
+    for _ in range(20):
+        found = evaluate(a_model(), the_data(), None, THREAT, SUITE, out=tmp_path / "out", batch_size=10, minutes=1e-9)
+        assert found.verdict is not None
+        if found.verdict.complete:
+            break
+        attacked.append(sum(one.attacked for one in found.stages))
+        assert found.verdict.trust == "suspect"
+        assert found.curve[0].total == min(attacked[-1], 32)
+        assert len(found.stages) == 1 + (attacked[-1] >= 32)
+        assert "pilot: the time ran out after 10 of 32 samples" in " ".join(found.notes) or attacked[-1] > 10
+    assert attacked[:4] == [10, 20, 30, 32]
+    assert len(attacked) > 4
+    run(tmp_path / "whole", batch_size=10)
+    assert (tmp_path / "out" / "evidence.json").read_bytes() == (tmp_path / "whole" / "evidence.json").read_bytes()
+
+
+def test_given_attacks_come_before_the_curve() -> None:
+    """Who gave them little time gets them; a curve of no samples is none."""
+    asked = {"one": PGD(steps=1), "two": PGD(steps=2)}
+    found = evaluate(a_model(), the_data(), None, THREAT, asked, minutes=1e-9, batch_size=len(the_data()))
+    assert found.verdict is not None
+    assert not found.verdict.complete
+    assert [one.name for one in found.stages] == ["one", "two"]
+    assert found.curve == ()
+    only = evaluate(
+        a_model(), the_data(), None, THREAT, {"one": asked["one"]}, minutes=1e-9, batch_size=len(the_data())
+    )
+    assert only.verdict is not None
+    assert only.verdict.complete, "what was asked for is done"
+    assert only.curve == ()
+    assert any(note.startswith("curve: the time ran out after 0 of") for note in only.notes)
+    whole = evaluate(a_model(), the_data(), None, THREAT, asked, batch_size=7)
+    assert [point.total for point in whole.curve] == [len(the_data())] * 8
 
 
 def test_as_an_attack() -> None:

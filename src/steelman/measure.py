@@ -18,7 +18,7 @@ from steelman import data as datasets
 from steelman.attacks import ATTACKS
 from steelman.config import attack_from_text, name_and_options
 from steelman.errors import UserError
-from steelman.evaluation import Evaluation, Suite, evaluate
+from steelman.evaluation import Evaluation, Suite, evaluate, verify
 from steelman.evaluation.checks import check_radius
 from steelman.evaluation.evidence import read_bundle, weights_digest
 from steelman.evaluation.harness import versions
@@ -72,27 +72,32 @@ def measure(
     }
     base = (Path(target) if asked.described else Path("runs")) / "evaluations" / f"{threat.norm}-{threat.eps:.4g}"
     place = _place(out, base, settings, chosen)
-    going_on = " (begun before; going on where it stopped)" if (place / "work").exists() else ""
-    console.print(f"evidence: {place}{going_on}", highlight=False, soft_wrap=True)
+    unwritten, begun = (place / "evidence.json").exists(), (place / "work").exists()
+    before = "begun before; going on where it stopped" if begun else "finished before, but for its page"
+    console.print(f"evidence: {place}{f' ({before})' if begun or unwritten else ''}", highlight=False, soft_wrap=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = evaluate(
-            model.to(device),
-            dataset.test,
-            None,
-            threat,
-            chosen,
-            name=asked.name,
-            data_name=settings["data"],
-            samples=samples,
-            batch_size=batch_size,
-            seed=seed,
-            minutes=minutes,
-            out=place,
-            workers=workers,
-            device=device,
-            console=console,
-        )
+        if unwritten and not begun:
+            verify(place)
+            found = Evaluation.load(place)
+        else:
+            found = evaluate(
+                model.to(device),
+                dataset.test,
+                None,
+                threat,
+                chosen,
+                name=asked.name,
+                data_name=settings["data"],
+                samples=samples,
+                batch_size=batch_size,
+                seed=seed,
+                minutes=minutes,
+                out=place,
+                workers=workers,
+                device=device,
+                console=console,
+            )
     except KeyboardInterrupt:
         console.print(f"what is finished is kept in {place}; the same command goes on from there", soft_wrap=True)
         raise
@@ -136,7 +141,7 @@ def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Su
     """Where the evidence goes: `out`; or by default where these settings were begun before; or a name still free."""
     if out is not None:
         taken = [name for name in ("report.html", "evidence.json", "evaluation.json") if (out / name).exists()]
-        if taken and not (out / "work").exists():
+        if taken and not (out / "work").exists() and not _begun(out, settings, chosen):
             raise UserError(f"--out: {out} already holds a report ({taken[0]}); choose another folder, or delete it")
         return out
     free, places = base, []
@@ -147,9 +152,13 @@ def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Su
 
 
 def _begun(place: Path, settings: Mapping[str, Any], chosen: Suite) -> bool:
-    """Whether `place` holds an evaluation of these settings that was interrupted; going on looks closer."""
+    """Whether `place` holds an evaluation of these settings that was interrupted, if only before its page was written;
+    going on looks closer."""
+    finished = (place / "evidence.json").exists() and not (place / "work").exists()
+    if finished and (place / "report.html").exists():
+        return False
     try:
-        kept = json.loads((place / "work" / "run.json").read_text())
+        kept = json.loads((place / ("evidence.json" if finished else "work/run.json")).read_text())
         stages = [stage["name"] for stage in kept["suite"]["stages"]]
     except (OSError, ValueError, LookupError, TypeError):
         return False

@@ -110,7 +110,8 @@ def notes(run: Runner) -> list[str]:
         if count
     ]
     cut = [
-        f"{name}: the time ran out after {done} of {count} samples; the others count as if they withstood it"
+        f"{name}: the time ran out after {done} of {count} samples"
+        + ("" if name == "curve" else "; the others count as if they withstood it")
         for name, (done, count) in run.cut.items()
     ]
     return outside + cut

@@ -53,7 +53,7 @@ class Runner:
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
         self.advanced = False  # whether this call has attacked a batch: however little time, it gets on by one
-        self.cut: dict[str, tuple[int, int]] = {}  # a stage that the time cut short: how many of its samples it had
+        self.cut: dict[str, tuple[int, int]] = {}  # what the time cut short: how many of its samples it had
         self.watched: Tensor | None = None  # the sentinel's samples
 
     # Before the attacks.
@@ -62,7 +62,7 @@ class Runner:
         """The model's answers to the images as they are."""
         self._same_data()
         ledger = self.ledger
-        for rows, part in self._batches("clean", torch.arange(self.total), self._look):
+        for rows, part in self.batches("clean", torch.arange(self.total), self._look):
             ledger.label[rows], ledger.digest[rows] = self.source.labels[rows], part["digest"]
             ledger.clean[rows] = ledger.guess[rows] = part["guess"]
             ledger.margin[rows], ledger.lead[rows] = part["margin"], part["lead"]
@@ -121,7 +121,7 @@ class Runner:
         """One stage on its samples; False if the time ran out."""
         rows, done = self._whom(stage), 0
         attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
-        parts = self._batches(f"{number:02d}", rows, attack, deadline, copies)
+        parts = self.batches(f"{number:02d}", rows, attack, deadline, most=self.batch_size // copies)
         self.take(number)
         for part_rows, part in parts:
             self.take(number, part)
@@ -241,9 +241,10 @@ class Runner:
 
     # What all of them need.
 
-    def parts(self, rows: Tensor, copies: int = 1) -> tuple[Tensor, ...]:
-        """Batches of `rows`; smaller ones for who puts copies of a sample into one."""
-        return torch.split(rows, max(self.batch_size // copies, 1)) if len(rows) else ()
+    def parts(self, rows: Tensor, most: int | None = None) -> tuple[Tensor, ...]:
+        """Batches of `rows`, of `most` samples where that is less than the batch size."""
+        size = self.batch_size if most is None else min(max(most, 1), self.batch_size)
+        return torch.split(rows, size) if len(rows) else ()
 
     def _drawn(self, rows: Tensor, why: str) -> Tensor:
         """`rows` in an order that depends on the seed and on each sample's content."""
@@ -252,16 +253,16 @@ class Runner:
     def index(self, rows: Tensor) -> Tensor:
         return self.ledger.digest[rows].to(self.device)
 
-    def _batches(
+    def batches(
         self,
         name: str,
         rows: Tensor,
         compute: Callable[..., dict[str, Tensor]],
         deadline: float | None = None,
-        copies: int = 1,
+        most: int | None = None,
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
-        parts = dict(enumerate(self.parts(rows, copies)))
+        parts = dict(enumerate(self.parts(rows, most)))
         todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
         images = stream(self.source, todo, None, self.workers)
 

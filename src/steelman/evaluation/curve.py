@@ -21,34 +21,46 @@ CURVE_ATTACK = PGD(steps=20)
 CURVE_SAMPLES = 500
 
 
-def accuracy_curve(run: Runner, keep: Callable[[Tensor, Found], None] | None = None) -> tuple[CurvePoint, ...]:
-    """Accuracy at radii around eps. A sample that fell at a smaller radius has fallen at a larger: balls nest.
-
-    Arguments: `keep` is given what was found within eps, and for which of the pilot's samples.
-    """
-    attack, ratios = CURVE_ATTACK, list(CURVE_RATIOS)
+def ratios(run: Runner) -> tuple[float, ...]:
+    """The radii of the curve, in eps; a cascade's last is one that no sample withstands."""
     if run.suite.protocol:
-        rows = torch.arange(min(run.total, CURVE_SAMPLES))
-    else:
-        rows = run.pilot()
-        attack = dataclasses.replace(attack, loss="scale-invariant-cross-entropy")
-        ratios.append(max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0))
-    correct = dict.fromkeys((0.0, *ratios), 0)
-    for part in run.parts(torch.arange(len(rows))):
-        alive = part[run.ledger.right[rows[part]]]
-        correct[0.0] += len(alive)
-        for ratio in ratios:
-            x, y = run.images(rows[alive])
-            wider = run.threat.at(run.threat.eps * ratio)
-            found = attack.run(run.model, x, y, wider, index=run.index(rows[alive]), key=run.key.fold("curve"))
-            if keep is not None and ratio <= 1:
-                keep(alive, found)
-            fooled = (run.answers(found.x_adv).argmax(dim=1) != y) & wider.contains(found.x_adv, x)
-            alive = alive[~fooled.cpu()]
-            correct[ratio] += len(alive)
-    return tuple(
-        CurvePoint(eps=run.threat.eps * ratio, correct=count, total=len(rows)) for ratio, count in correct.items()
-    )
+        return CURVE_RATIOS
+    return *CURVE_RATIOS, max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0)
+
+
+def curve_rows(run: Runner) -> Tensor:
+    """The samples that the curve is of: the pilot's, or in a protocol the first."""
+    return torch.arange(min(run.total, CURVE_SAMPLES)) if run.suite.protocol else run.pilot()
+
+
+def correct_at(
+    run: Runner, x: Tensor, y: Tensor, rows: Tensor, keep: Callable[[Tensor, Found], None] | None = None
+) -> Tensor:
+    """How many of the samples `rows` are right, and then at each radius. One that fell at a smaller radius has fallen
+    at a larger: balls nest.
+
+    Arguments: `keep` is given what was found within eps, and for which of the samples.
+    """
+    loss = CURVE_ATTACK.loss if run.suite.protocol else "scale-invariant-cross-entropy"
+    attack = dataclasses.replace(CURVE_ATTACK, loss=loss)
+    alive = run.ledger.right[rows].nonzero()[:, 0].to(x.device)
+    left = [len(alive)]
+    for ratio in ratios(run):
+        wider, part, label = run.threat.at(run.threat.eps * ratio), x[alive], y[alive]
+        index = run.index(rows[alive.cpu()])
+        found = attack.run(run.model, part, label, wider, index=index, key=run.key.fold("curve"))
+        if keep is not None and ratio <= 1:
+            keep(alive, found)
+        fooled = (run.answers(found.x_adv).argmax(dim=1) != label) & wider.contains(found.x_adv, part)
+        alive = alive[~fooled]
+        left.append(len(alive))
+    return torch.tensor([left])
+
+
+def accuracy_curve(run: Runner, correct: Tensor, total: int) -> tuple[CurvePoint, ...]:
+    """Accuracy against the radius, of `total` samples of which so many were right and then at each radius."""
+    radii = [run.threat.eps * ratio for ratio in (0.0, *ratios(run))]
+    return tuple(CurvePoint(eps=eps, correct=n, total=total) for eps, n in zip(radii, correct.tolist(), strict=True))
 
 
 def whole_box(threat: ThreatModel, shape: tuple[int, ...]) -> float:

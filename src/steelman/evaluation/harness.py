@@ -120,7 +120,7 @@ def evaluate(
             "batch_size": batch_size,
             "versions": versions(),
         }
-        tell = stack.enter_context(_progress(console, name))
+        tell = stack.enter_context(progress(console, name))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="steelman-"))) if out is None else out
         work = stack.enter_context(Work(place / "work", settings))
         run = Runner(
@@ -141,8 +141,12 @@ def evaluate(
             self_test(chosen, model, source, threat, classes, device)
         # The curve is PGD's, and whoever asks for black-box attacks alone may have no gradient.
         blind = all(getattr(stage.attack, "black_box", False) for stage in chosen.stages)
-        flags, points = look_ahead(run, surrogates, curve=curve and not blind)
-        run.stages(flags, started + 60 * minutes if minutes else None)
+        deadline = started + 60 * minutes if minutes else None
+        if chosen.protocol:  # what was asked for comes first
+            run.stages([], deadline)
+        flags, points = look_ahead(run, deadline, surrogates, curve=curve and not blind)
+        if run.complete and not chosen.protocol:
+            run.stages(flags, deadline)
         found = Evaluation(
             model=name,
             data=data_name,
@@ -249,23 +253,13 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def _shown(console: Console | None, title: str, total: int) -> Iterator[Any]:
-    if console is None or not console.is_terminal:
-        yield lambda _: None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def _progress(console: Console | None, name: str) -> Iterator[Callable[[str, int, int], None]]:
+def progress(console: Console | None, name: str) -> Iterator[Callable[[str, int, int], None]]:
     """A line that says what is being done, where somebody can see it."""
     if console is None or not console.is_terminal:
         yield lambda *_: None
         return
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(f"evaluating {name}")
+        task = bar.add_task(name)
         yield lambda what, done, total: bar.update(
             task, description=f"{name}: {what}", completed=done, total=max(total, 1)
         )

@@ -34,9 +34,10 @@ class Seen:
     def __deepcopy__(self, memo: dict[int, object]) -> Seen:
         return self
 
-    def share(self, place: int) -> float:
-        total = sum(count[0] for count in self.counts)
-        return sum(count[place] for count in self.counts) / max(total, 1)
+    def totals(self) -> tuple[int, int, int]:
+        """How many answers there were, and how many of them were undefined or lost."""
+        total, undefined, lost = (sum(counts) for counts in zip((0, 0, 0), *self.counts, strict=True))
+        return total, undefined, lost
 
 
 class Watched(nn.Module):
@@ -55,7 +56,90 @@ class Watched(nn.Module):
         return logits
 
 
-def signs(
+# What each sign says of its share, the most that is let pass, and what follows. A sample more than that is let pass
+# where one attack is measured against another, for one says nothing of a few.
+SIGNS: dict[str, tuple[float, bool, Trust, str]] = {
+    "zero gradients": (
+        0.05,
+        False,
+        "suspect",
+        "for {:.0%} of the samples tried the gradient with respect to the input is zero, so a gradient attack has "
+        "nothing to climb",
+    ),
+    "loss does not rise": (
+        0.05,
+        True,
+        "suspect",
+        f"for {{:.0%}} of the samples tried {STEPS} steps found no point with a higher loss than the image itself",
+    ),
+    "one step stronger": (
+        0.05,
+        True,
+        "suspect",
+        f"one step breaks {{:.0%}} of the samples tried that {STEPS} steps do not: the loss is too rough to climb in "
+        "small steps",
+    ),
+    "starts disagree": (
+        0.2,
+        True,
+        "suspect",
+        "for {:.0%} of the samples tried it depends on the random start whether the attack succeeds: more starts would "
+        "break more",
+    ),
+    "black box stronger": (
+        0.05,
+        True,
+        "suspect",
+        f"{QUERIES} guesses without a gradient break {{:.0%}} of the samples tried that gradient attacks do not: the "
+        "gradients mislead",
+    ),
+    "transfer stronger": (
+        0.05,
+        True,
+        "suspect",
+        "points made for another model break {:.0%} of the samples tried that gradient attacks on this one do not: its "
+        "gradients mislead",
+    ),
+    "random answers": (
+        0,
+        False,
+        "suspect",
+        "{:.0%} of the points tried get another answer when asked again: the model is random near the images; attack "
+        "its mean answer with eot",
+    ),
+    "undefined answers": (
+        0,
+        False,
+        "invalid",
+        "{:.2%} of the points tried inside the threat model have NaN or infinite logits: what the model answers there "
+        "is not defined",
+    ),
+    "coarse answers": (
+        0.05,
+        False,
+        "suspect",
+        "at {:.0%} of the points tried the logits differ by less than the roundings of numbers of their size: which "
+        "class leads there cannot be told",
+    ),
+}
+
+
+def flags_of(parts: Sequence[dict[str, Tensor]]) -> list[Flag]:
+    """The flags of what was measured, on some samples after others."""
+    if not parts:
+        return []
+    columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
+    one_more = 1 / len(columns["zero gradients"])
+    found = []
+    for name, (limit, one, trust, text) in SIGNS.items():
+        if name in columns:
+            hits, all_of_them = columns[name], columns.get(f"{name}, of")
+            figure = float(hits.mean() if all_of_them is None else hits.sum() / all_of_them.sum().clamp(min=1))
+            found.append(flag(name, figure, limit + one * one_more, trust, text.format(figure)))
+    return found
+
+
+def measure(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
@@ -66,14 +150,13 @@ def signs(
     surrogates: Sequence[nn.Module] = (),
     batch_size: int = 256,
     keep: Callable[[Tensor, Found], None] | None = None,
-) -> list[Flag]:
-    """The flags of a model on a few samples that it gets right; `surrogates` are models whose adversarial points are
-    tried on it too. No batch is larger than `batch_size`; `keep` is given what each attack found, and for whom."""
-    if len(x) == 0:
-        return []
-    seen, one_more = Seen(), 1 / len(x)
-    watched = Watched(model, seen)
+) -> dict[str, Tensor]:
+    """Each sign of a model on a few samples that it gets right, for every sample or point, or as counts ("of" so many).
 
+    Arguments: `surrogates` are models whose adversarial points are tried on it too; no batch is larger than
+    `batch_size`; `keep` is given what each attack found, and for whom.
+    """
+    watched = Watched(model, Seen())
     everyone = torch.arange(len(x), device=x.device)
 
     def attacked(
@@ -91,76 +174,27 @@ def signs(
         return torch.cat([part.success for part in found]), torch.cat([part.x_adv for part in found])
 
     slopes = _slopes(model, x, y, threat, batch_size)
-    flat = _share(slopes < TINY) if slopes is not None else 1.0
-    flags = [
-        flag(
-            "zero gradients",
-            flat,
-            0.05,
-            "suspect",
-            f"for {flat:.0%} of the samples tried the gradient with respect to the input is zero, so a gradient"
-            " attack has nothing to climb",
-        )
-    ]
     white = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    seen = {"zero gradients": ~white if slopes is None else slopes < TINY}
     reached = x
     if slopes is not None:
         # Steps forget a loss's scale, and this one rises where its gradient is followed: standardised ones need not,
         # for the spread they are divided by rises too (and of two classes they are constants).
         loss = "margin"
         many, reached = attacked("bim", steps=STEPS, step_size=2.5 * threat.eps / STEPS, loss=loss)
-        stuck = _share(_stuck(model, x, reached, y, loss, batch_size) & ~many)
-        flags.append(
-            flag(
-                "loss does not rise",
-                stuck,
-                0.05 + one_more,
-                "suspect",
-                f"for {stuck:.0%} of the samples tried {STEPS} steps found no point with a higher loss than the image "
-                "itself",
-            )
-        )
+        seen["loss does not rise"] = _stuck(model, x, reached, y, loss, batch_size) & ~many
         one, _ = attacked("fgsm", loss=loss)
-        jump = _share(one & ~many)
-        flags.append(
-            flag(
-                "one step stronger",
-                jump,
-                0.05 + one_more,
-                "suspect",
-                f"one step breaks {jump:.0%} of the samples tried that {STEPS} steps do not: the loss is too rough to "
-                "climb in small steps",
-            )
-        )
+        seen["one step stronger"] = one & ~many
         fell = attacked("pgd", starts=STARTS, steps=STEPS, loss=loss)[0].view(STARTS, len(x))
         some, every = fell.any(dim=0), fell.all(dim=0)
         white = many | one | some
-        differ = _share(some & ~every)
-        flags.append(
-            flag(
-                "starts disagree",
-                differ,
-                0.2 + one_more,
-                "suspect",
-                f"for {differ:.0%} of the samples tried it depends on the random start whether the attack succeeds: "
-                "more starts would break more",
-            )
-        )
+        seen["starts disagree"] = some & ~every
     # Square knows no l1; an estimated gradient is a blind guess in any norm.
     square = threat.norm in ATTACKS["square"]().norms
     guesses: dict[str, Any] = {"queries": QUERIES, "ahead": 4} if square else {"steps": 10, "pairs": QUERIES // 20}
-    blind, _ = attacked("square" if square else "spsa", who=everyone[~white], **guesses)
-    ahead = int(blind.sum()) / len(x)
-    flags.append(
-        flag(
-            "black box stronger",
-            ahead,
-            0.05 + one_more,
-            "suspect",
-            f"{QUERIES} guesses without a gradient break {ahead:.0%} of the samples tried that gradient attacks do "
-            "not: the gradients mislead",
-        )
-    )
+    blind = torch.zeros_like(white)
+    blind[~white], _ = attacked("square" if square else "spsa", who=everyone[~white], **guesses)
+    seen["black box stronger"] = blind
     if surrogates:
         carried = torch.zeros_like(white)
         for surrogate in surrogates:
@@ -170,22 +204,16 @@ def signs(
             if keep is not None:
                 none = torch.zeros_like(y)
                 keep(everyone, Found(x_adv=points, success=fooled, forwards=none, backwards=none))
-        gained = _share(carried & ~white)
-        flags.append(
-            flag(
-                "transfer stronger",
-                gained,
-                0.05 + one_more,
-                "suspect",
-                f"points made for another model break {gained:.0%} of the samples tried that gradient attacks on this "
-                "one do not: its gradients mislead",
-            )
-        )
-    return [*flags, *_answers(watched, x, reached, y, seen, batch_size)]
+        seen["transfer stronger"] = carried & ~white
+    seen["random answers"] = _random(watched, x, reached, y, batch_size)
+    total, undefined, lost = watched.seen.totals()
+    for name, count in (("undefined answers", undefined), ("coarse answers", lost)):
+        seen[name], seen[f"{name}, of"] = torch.tensor([count]), torch.tensor([total])
+    return seen
 
 
-def _answers(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, seen: Seen, batch_size: int) -> list[Flag]:
-    """The flags of answers that are none: not finite, lost in roundings, or another each time."""
+def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size: int) -> Tensor:
+    """Which of the points between images and adversarial ones get another answer when asked again."""
     right, wrong = x, reached
     for _ in range(HALVINGS):  # towards where the answer changes, for that is where a little noise decides
         middle = (right + wrong) / 2
@@ -196,34 +224,7 @@ def _answers(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, seen: Seen
         first, second = (
             torch.cat([logits_of(model, part) for part in torch.split(points, batch_size)]) for _ in range(2)
         )
-    noisy = _share((first != second).any(dim=1))
-    undefined, lost = seen.share(1), seen.share(2)
-    return [
-        flag(
-            "random answers",
-            noisy,
-            0,
-            "suspect",
-            f"{noisy:.0%} of the points tried get another answer when asked again: the model is random near the "
-            "images; attack its mean answer with eot",
-        ),
-        flag(
-            "undefined answers",
-            undefined,
-            0,
-            "invalid",
-            f"{undefined:.2%} of the points tried inside the threat model have NaN or infinite logits: what the model "
-            "answers there is not defined",
-        ),
-        flag(
-            "coarse answers",
-            lost,
-            0.05,
-            "suspect",
-            f"at {lost:.0%} of the points tried the logits differ by less than the roundings of numbers of their "
-            "size: which class leads there cannot be told",
-        ),
-    ]
+    return (first != second).any(dim=1)
 
 
 def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Flag:
@@ -262,7 +263,3 @@ def _wrong(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Tensor:
 def _logits(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
     with untouched(model), torch.no_grad():
         return torch.cat([logits_of(model, part) for part in torch.split(x, batch_size)])
-
-
-def _share(which: Tensor) -> float:
-    return float(which.double().mean())

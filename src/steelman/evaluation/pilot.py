@@ -5,8 +5,7 @@ What its own attacks break is broken, and in a suite that has a place for it, it
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import functools
 import time
 from collections.abc import Sequence
 
@@ -16,12 +15,15 @@ from torch import Tensor, nn
 from steelman.attacks import Found
 from steelman.errors import UserError
 from steelman.evaluation.cascade import Runner
-from steelman.evaluation.curve import accuracy_curve, levels_off
-from steelman.evaluation.masking import signs
+from steelman.evaluation.curve import accuracy_curve, correct_at, curve_rows, levels_off, ratios
+from steelman.evaluation.evidence import weights_digest
+from steelman.evaluation.masking import SIGNS, flags_of, measure
 from steelman.evaluation.result import CurvePoint, Flag
 from steelman.rng import Key
 from steelman.settings import settings
 from steelman.threat import ThreatModel
+
+BATCH = 64  # samples at most that are looked at before what was seen is kept
 
 
 class Finds:
@@ -64,34 +66,49 @@ class Pilot:
         if target is not None:
             raise UserError("a pilot looks for any wrong class, and knows no target")
         finds, index = Finds(x), torch.arange(len(x), device=x.device) if index is None else index
-        signs(model, x, y, threat, index=index, key=key, keep=finds.keep)
+        if len(x):
+            measure(model, x, y, threat, index=index, key=key, keep=finds.keep)
         return finds.x_adv
 
 
 def look_ahead(
-    run: Runner, surrogates: Sequence[nn.Module] = (), *, curve: bool = True
+    run: Runner, deadline: float | None, surrogates: Sequence[nn.Module] = (), *, curve: bool = True
 ) -> tuple[list[Flag], tuple[CurvePoint, ...]]:
-    """The flags that can be raised before any stage, and accuracy against the radius; measured once, whatever
-    interrupts the evaluation after."""
-    run.tell("pilot", 0, 1)
-    part = run.work.batch("pilot", lambda: _measure(run, surrogates, curve=curve))
-    told = json.loads(bytes(part.pop("told").tolist()))
-    points = tuple(CurvePoint(**point) for point in told["curve"])
-    for number, stage in enumerate(run.suite.stages):
-        if stage.pilot:
+    """The flags that need no stage, and accuracy against the radius: a batch at a time, each kept whatever interrupts
+    the evaluation, and no more of them than the time allows."""
+    rows = curve_rows(run)
+    seen, correct, done = list[dict[str, Tensor]](), torch.zeros(len(ratios(run)) + 1, dtype=torch.int64), 0
+    numbers = [number for number, stage in enumerate(run.suite.stages) if stage.pilot]
+    for number in numbers:
+        run.take(number)
+    if run.suite.protocol and not curve:
+        return [], ()
+    looking = functools.partial(_measure, run, surrogates, curve=curve)
+    # What was kept is what would be measured now.
+    kept = "-".join(("pilot", *([] if curve else ["plain"]), *(weights_digest(one)[:16] for one in surrogates)))
+    for part_rows, part in run.batches(kept, rows, looking, deadline, most=BATCH):
+        if curve:
+            correct += part.pop("curve")[0]
+        if not run.suite.protocol:
+            seen.append({name: part.pop(name) for name in list(part) if name.split(",")[0] in SIGNS})
+        for number in numbers:
             run.take(number, part)
-    return [*(Flag(**one) for one in told["flags"]), *levels_off(points, run.suite)], points
+        done += len(part_rows)
+        run.tell("pilot", done, len(rows))
+    if done < len(rows):
+        run.cut["curve" if run.suite.protocol else "pilot"] = (done, len(rows))
+        run.complete = run.complete and run.suite.protocol  # a curve of fewer samples says so itself
+    points = accuracy_curve(run, correct, done) if curve and (done or not len(rows)) else ()
+    return [*flags_of(seen), *levels_off(points, run.suite)], points
 
 
-def _measure(run: Runner, surrogates: Sequence[nn.Module], *, curve: bool) -> dict[str, Tensor]:
-    started, flags, part = time.perf_counter(), list[Flag](), dict[str, Tensor]()
-    keep = None
-    if not run.suite.protocol:
-        rows = run.pilot()
-        x, y = run.images(rows)
-        finds = Finds(x)
-        keep = finds.keep
-        flags = signs(
+def _measure(
+    run: Runner, surrogates: Sequence[nn.Module], x: Tensor, y: Tensor, rows: Tensor, *, curve: bool
+) -> dict[str, Tensor]:
+    started, seen, counts = time.perf_counter(), dict[str, Tensor](), dict[str, Tensor]()
+    finds = None if run.suite.protocol else Finds(x)
+    if finds is not None:
+        seen = measure(
             run.model,
             x,
             y,
@@ -100,11 +117,12 @@ def _measure(run: Runner, surrogates: Sequence[nn.Module], *, curve: bool) -> di
             key=run.key.fold("signs"),
             surrogates=surrogates,
             batch_size=run.batch_size,
-            keep=keep,
+            keep=finds.keep,
         )
-    points = accuracy_curve(run, keep) if curve else ()
-    if not run.suite.protocol:
-        seconds = time.perf_counter() - started
-        part = run.judged("pilot", rows, x, y, finds.x_adv, finds.success, finds.counts.cpu(), seconds)
-    told = {"flags": [dataclasses.asdict(one) for one in flags], "curve": [dataclasses.asdict(one) for one in points]}
-    return {**part, "told": torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)}
+    if curve:
+        counts["curve"] = correct_at(run, x, y, rows, None if finds is None else finds.keep)
+    if finds is None:
+        return counts
+    seconds = time.perf_counter() - started
+    judged = run.judged("pilot", rows, x, y, finds.x_adv, finds.success, finds.counts.cpu(), seconds)
+    return {**judged, **seen, **counts}

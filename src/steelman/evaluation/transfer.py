@@ -23,7 +23,7 @@ from steelman.attacks.engine import Search
 from steelman.data.source import ArraySource, Source, batches, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
-from steelman.evaluation.harness import _shown, versions
+from steelman.evaluation.harness import progress, versions
 from steelman.evaluation.result import Score, interval
 from steelman.evaluation.stages import describe
 from steelman.files import write_atomic
@@ -244,7 +244,8 @@ def transfer(
     right_at, seconds = dict.fromkeys(targets, 0), dict.fromkeys(targets, 0.0)
     correct = {(one, other): 0 for one in sources for other in targets}
     crafting, outside = dict.fromkeys(sources, 0.0), dict.fromkeys(sources, 0)
-    with _shown(console, f"{len(sources)} x {len(targets)} models", total) as advance:
+    done = 0
+    with progress(console, f"{len(sources)} x {len(targets)} models") as tell:
         for x, y, index in stream(source, batches(total, batch_size, None), None, workers):
             x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
             check_range(x, threat)
@@ -267,7 +268,8 @@ def transfer(
                 for name, model in targets.items():
                     still = _right(name, model, x_adv, y, "adversarial")
                     correct[origin, name] += int((right[name] & still).sum())
-            advance(len(x))
+            done += len(x)
+            tell("samples", done, total)
     notes = [
         f"{name}: {count} points outside the threat model were not counted" for name, count in outside.items() if count
     ]
