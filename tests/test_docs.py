@@ -138,7 +138,7 @@ def test_the_examples_of_a_page_run(name: str, count: int, tmp_path: Path, monke
 
 def test_the_pages_link_to_pages_that_are_there() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        for link in re.findall(r"\]\(([\w./-]+\.\w+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
