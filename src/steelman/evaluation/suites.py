@@ -49,9 +49,9 @@ def _squares(queries: int, ahead: int) -> Search:
 def _first(threat: ThreatModel) -> list[Stage]:
     """What both profiles begin with."""
     return [
-        Stage(name="cross-entropy", attack=_climb(threat, steps=15, loss="scale-invariant-cross-entropy")),
+        Stage(name="cross-entropy", attack=_climb(threat, steps=10, loss="scale-invariant-cross-entropy")),
         Stage(name="margin", attack=_climb(threat, steps=15, loss="probability-margin")),
-        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, targets=9), share=0.15),
+        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, targets=5), share=0.2),
         Stage(
             name="diversified",
             attack=_climb(threat, steps=25, restarts=3, loss="probability-margin", start="diversified"),
@@ -74,10 +74,8 @@ def standard(threat: ThreatModel) -> Suite:
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        Stage(name="all targets", attack=_climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.4),
-        Stage(name="dlr", attack=ATTACKS["apgd-t"](steps=50, targets=3), share=0.1),
+        Stage(name="all targets", attack=_climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
-        Stage(name="cold square", attack=ATTACKS["square"](queries=5000, ahead=8, resign=True), share=0.02),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
 
