@@ -69,7 +69,7 @@ def fast(threat: ThreatModel) -> Suite:
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then more targets, restarts and queries for those nearest to falling; AutoAttack's on one survivor in 50.
+    """`fast`, then all targets and more queries for those nearest to falling; AutoAttack's on one survivor in 50.
 
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
