@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
+PEERS   = runs/peers
 
 .PHONY: demo test check clean docs bench-methods bench-attacks bench-verdict
 
@@ -28,11 +29,20 @@ bench-methods: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/methods_mnist.py
 
 # Every attack beside torchattacks, foolbox and ART, on 1,000 images of two models (over an hour on two cores).
-bench-attacks: $(STAMP)
+bench-attacks: $(STAMP) $(PEERS)
 	$(BIN)/steelman data get mnist
 	$(BIN)/steelman data get cifar10
-	test -d runs/peers || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target runs/peers -r benchmarks/peers.txt
-	PYTHONPATH=runs/peers $(BIN)/python benchmarks/attacks.py
+	PYTHONPATH=$(PEERS) $(BIN)/python benchmarks/attacks.py
+
+# The verdict beside AutoAttack, on the models of bench-attacks (about two hours on two cores, most of it AutoAttack's).
+bench-verdict: $(STAMP) $(PEERS)
+	$(BIN)/steelman data get mnist
+	$(BIN)/steelman data get cifar10
+	PYTHONPATH=$(PEERS) $(BIN)/python benchmarks/verdict.py --all
+
+$(PEERS): benchmarks/peers.txt | $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --target $(PEERS) --upgrade -r benchmarks/peers.txt
+	touch $(PEERS)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,7 +53,3 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) runs build dist
-
-# The verdict beside AutoAttack; the models are those of bench-attacks. Hours, for AutoAttack takes them.
-bench-verdict: bench-attacks
-	PYTHONPATH=runs/peers $(BIN)/python benchmarks/verdict.py --all

@@ -4,8 +4,8 @@
     python benchmarks/verdict.py --quick    # 10 images: does it work?
     python benchmarks/verdict.py --all      # and the MNIST model on all 10,000 test images with `standard`
 
-AutoAttack is torchattacks' port with its official budgets, if it can be imported, and this package's `full`, which has
-the same components and budgets. The models and images are those of benchmarks/attacks.py. `fast` and `standard` run
+AutoAttack is torchattacks' port with its official budgets; `--official full` takes this package's `full`, which has the
+same components and budgets. The models and images are those of benchmarks/attacks.py. `fast` and `standard` run
 with five seeds. Times are wall seconds of the whole call, with self-test, flags, sentinel and curve. Writes
 docs/verdict-autoattack.md.
 """
@@ -194,9 +194,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/bench-verdict"))
     parser.add_argument("--out", type=Path, default=Path("docs/verdict-autoattack.md"))
     parser.add_argument("--which", nargs="*", default=["mnist", "cifar"])
-    parser.add_argument("--official", nargs="*", default=["torchattacks", "full"])
+    parser.add_argument("--official", nargs="*", default=["torchattacks"], help="or `full`, or both")
     parser.add_argument("--all", action="store_true", help="the MNIST model on all 10,000 images with `standard`")
     options = parser.parse_args()
+    if "torchattacks" in options.official:
+        importlib.import_module("torchattacks")  # if it is missing, better known now than in an hour
     each = [10] if options.quick else options.samples
     each = each * len(options.which) if len(each) == 1 else each
     lines = [
