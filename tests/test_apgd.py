@@ -276,6 +276,17 @@ def test_at_least_as_strong_as_pgd(norm: Norm) -> None:
     assert int(every) >= int(found)
 
 
+@pytest.mark.parametrize(("skip", "expected"), [(0, 1), (1, 2), (2, 3), (7, 3)])
+def test_targets_that_are_passed_over(skip: int, expected: int) -> None:
+    """Logits (0, x_0 - 1, x_1 - 2, x_2 - 3): each class has a pixel of its own, and only its target's is raised."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 4))
+    model[1].weight.data, model[1].bias.data = torch.eye(4)[:, 1:].clone(), torch.tensor([0.0, -1, -2, -3])
+    x, threat = torch.full((1, 3, 1, 1), 0.5), ThreatModel(eps=0.25)
+    x_adv = MultiTargeted(steps=10, skip=skip, targets=1)(model, x, torch.tensor([0]), threat)
+    assert int((x_adv - x).flatten().argmax()) == expected - 1
+    assert float((x_adv - x).max()) == pytest.approx(0.25)
+
+
 class TestCost:
     @every_norm
     def test_one_pass_a_step(self, norm: Norm) -> None:
@@ -289,6 +300,8 @@ class TestCost:
             (APGD(steps=9, loss="targeted-dlr", targets=2), 1 + 2 * 10, 18),
             (MultiTargeted(steps=9), 1 + 3 * 10, 27),
             (MultiTargeted(steps=9, targets=1, restarts=2), 1 + 2 * 10, 18),
+            (MultiTargeted(steps=9, skip=1), 1 + 2 * 10, 18),
+            (MultiTargeted(steps=9, skip=9), 1 + 10, 9),
         ):
             found = attack.run(model, x, y, threat)
             assert not found.success.any()

@@ -19,9 +19,10 @@ class MultiTargeted(Search):
     """PGD on z_t - z_y towards each other class t in turn, each from a fresh start, by the samples that are left.
 
     Arguments: `targets` None means all K - 1 other classes; a number means that many of them, those of highest clean
-    logit; in both cases the highest comes first. `steps`, `step_size`, `decay` and `start` are PGD's. With a target
-    class given to the call, only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each
-    from a diversified start), and ranking the classes one clean forward.
+    logit; in both cases the highest comes first. `skip` passes over so many of the highest, such as the one that an
+    attack without a target climbs towards; one class is always left. `steps`, `step_size`, `decay` and `start` are
+    PGD's. With a target class given to the call, only that is attacked. A run takes steps + 1 forwards and steps
+    backwards (two more each from a diversified start), and ranking the classes one clean forward.
 
     Deviation: the paper attacks the classes in a fixed order; the order matters to the cost alone.
 
@@ -42,6 +43,7 @@ class MultiTargeted(Search):
     decay: Annotated[Number, Field(gt=0, le=1)] = 1.0
     restarts: Count = 1
     targets: Count | None = None
+    skip: Annotated[int, Field(ge=0)] = 0
     start: Literal["uniform", "diversified"] = "uniform"
 
     def search(self, problem: Problem) -> None:
@@ -64,6 +66,7 @@ class MultiTargeted(Search):
         if problem.target is not None:
             return problem.target[:, None]
         clean = cast(Tensor, clean)  # without a target, the loss has ranked the classes
-        targets = ranked(clean, problem.y, self.targets or clean.shape[1])
+        classes = ranked(clean, problem.y, clean.shape[1])
+        targets = classes[:, min(self.skip, classes.shape[1] - 1) :][:, : self.targets]
         problem.keep(problem.x, clean, targeted_margin(clean, problem.y, targets[:, 0]), problem.alive())
         return targets

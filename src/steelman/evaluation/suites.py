@@ -51,7 +51,9 @@ def _first(threat: ThreatModel) -> list[Stage]:
     return [
         Stage(name="cross-entropy", attack=_climb(threat, steps=10, loss="scale-invariant-cross-entropy")),
         Stage(name="margin", attack=_climb(threat, steps=15, loss="probability-margin")),
-        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, targets=5), share=0.2),
+        # An attack without a target climbs towards the runner-up: who is left may fall to the next ones, near or not.
+        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.4),
+        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.02),
         Stage(
             name="diversified",
             attack=_climb(threat, steps=25, restarts=3, loss="probability-margin", start="diversified"),
@@ -69,12 +71,15 @@ def fast(threat: ThreatModel) -> Suite:
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then all targets and more queries for those nearest to falling; AutoAttack's on one survivor in 50.
+    """`fast`, then two targets for all, and all targets and more queries for those nearest to falling; AutoAttack's on
+    one survivor in 50.
 
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
+        Stage(name="far targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2)),
         Stage(name="all targets", attack=_climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
+        Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.01),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
