@@ -13,6 +13,7 @@ docs/verdict-autoattack.md.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
 import shutil
@@ -36,11 +37,12 @@ AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each sh
 
 
 def kept(path: Path, compute: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What is in a file already, or is computed now and put there."""
+    """What is in a file already, or is computed now and put there; and when that was."""
     if not path.exists():
         path.write_text(json.dumps(compute(*arguments)))
     record: dict[str, Any] = json.loads(path.read_text())
-    return record
+    finished = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+    return {**record, "finished": f"{finished:%Y-%m-%d %H:%M}"}
 
 
 def ours(case: Case, suite: str, seed: int, folder: Path, batch_size: int) -> dict[str, Any]:
@@ -114,7 +116,9 @@ def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[
         f"## {case.label}",
         "",
         f"{n} images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took on average, in "
-        "the attacks; the self-test is in the seconds alone.",
+        "the attacks; the self-test is in the seconds alone. "
+        f"Finished (UTC): AutoAttack {_when([*official.values()])}, "
+        f"ours {_when([record for records in runs.values() for record in records])}.",
         "",
         "| verdict | seed | robust | 95% interval | F | B | seconds | only it / only AutoAttack | time ratio | trust |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -170,6 +174,12 @@ def _share(records: list[dict[str, Any]], name: str) -> float:
     return float(spent / sum(record["seconds"] for record in records))
 
 
+def _when(records: list[dict[str, Any]]) -> str:
+    """When the first and the last of some parts were finished."""
+    times = sorted(record["finished"] for record in records)
+    return times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1][-5:]}"
+
+
 def _passes(record: dict[str, Any]) -> float:
     return float(record["forwards"] + record["backwards"])
 
@@ -204,7 +214,7 @@ def main() -> None:
     lines = [
         "# The verdict beside AutoAttack",
         "",
-        "Written by `make bench-verdict`: each model in one run, the same images for all, batches of",
+        "Written by `make bench-verdict` (parts that are there already are kept): the same images for all, batches of",
         f"{options.batch_size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
         "official budgets (100 steps for APGD-CE, APGD-T and FAB-T, where its default is 10, and a Square that does",
         "not rescale its schedule, where its default does); `full` has the same",
