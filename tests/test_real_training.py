@@ -49,8 +49,8 @@ def test_a_short_run_on_mnist_is_far_more_robust_than_chance(tmp_path: Path) -> 
 
 
 def test_one_step_without_a_random_start_overfits_is_found_out_and_rolled_back(tmp_path: Path) -> None:
-    """A robust model that goes on against one step from the image itself learns that step's images alone. What it was
-    robust to before is the same on any machine; from scratch it is chance how robust it becomes before it falls."""
+    """A robust model that goes on against one step from the image itself learns that step's images alone. It begins
+    robust, for from scratch it is chance how robust it becomes before it falls."""
     common = [
         "training.ema=null",
         "training.batch_size=50",
