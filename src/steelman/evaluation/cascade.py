@@ -16,7 +16,7 @@ from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.account import doubts
-from steelman.evaluation.checks import ContractError, as_model, predictions
+from steelman.evaluation.checks import ContractError, as_model, check_finite
 from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.evaluation.result import Flag, StageRecord
 from steelman.evaluation.stages import Stage, Suite, describe
@@ -87,8 +87,8 @@ class Runner:
 
     def _look(self, x: Tensor, y: Tensor, _: Tensor) -> dict[str, Tensor]:
         started = time.perf_counter()
-        predictions(self.model, x, "clean")  # refuses what is not finite
         logits = self.answers(x)
+        check_finite(logits, "clean")
         return {
             "digest": digests(x, y),
             "guess": logits.argmax(dim=1),

@@ -31,7 +31,7 @@ def predictions(model: nn.Module, x: Tensor, what: str) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=x.device)
     with untouched(model), torch.no_grad():
         logits = logits_of(model, x)
-    _check_finite(logits, what)
+    check_finite(logits, what)
     return logits.argmax(dim=1)
 
 
@@ -93,7 +93,7 @@ def check_manners(
     otherwise when a gradient is asked for. Whether it is random. No batch is larger than `most`, or than a dozen."""
     x = _first(model, source, device)
     logits = _answer(model, x)
-    _check_finite(logits, "clean")
+    check_finite(logits, "clean")
     if bool(coarse(logits).double().mean() > 0.5):
         raise ContractError(
             "coarse",
@@ -145,7 +145,8 @@ def coarse(logits: Tensor) -> Tensor:
     return spread < COARSE * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
 
 
-def _check_finite(logits: Tensor, what: str) -> None:
+def check_finite(logits: Tensor, what: str) -> None:
+    """Refuse answers that are none."""
     bad = int((~torch.isfinite(logits)).any(dim=1).sum())
     if bad:
         raise ContractError(

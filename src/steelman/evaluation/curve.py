@@ -34,26 +34,38 @@ def curve_rows(run: Runner) -> Tensor:
 
 
 def correct_at(
-    run: Runner, x: Tensor, y: Tensor, rows: Tensor, keep: Callable[[Tensor, Found], None] | None = None
+    run: Runner,
+    x: Tensor,
+    y: Tensor,
+    rows: Tensor,
+    *,
+    keep: Callable[[Tensor, Found], None] | None = None,
+    fallen: Tensor | None = None,
+    withstood: Tensor | None = None,
 ) -> Tensor:
     """How many of the samples `rows` are right, and then at each radius. One that fell at a smaller radius has fallen
     at a larger: balls nest.
 
-    Arguments: `keep` is given what was found within eps, and for which of the samples.
+    Arguments: `keep` is given what was found within eps, and for which of the samples; which of them other attacks
+    have seen to fall at eps, and which to withstand them there: whom eps does not break, no smaller radius is tried on.
     """
     loss = CURVE_ATTACK.loss if run.suite.protocol else "scale-invariant-cross-entropy"
     attack = dataclasses.replace(CURVE_ATTACK, loss=loss)
-    alive = run.ledger.right[rows].nonzero()[:, 0].to(x.device)
-    left = [len(alive)]
+    none = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    fallen, withstood = (none if known is None else known for known in (fallen, withstood))
+    standing = run.ledger.right[rows].to(x.device)
+    left = [int(standing.sum())]
     for ratio in ratios(run):
-        wider, part, label = run.threat.at(run.threat.eps * ratio), x[alive], y[alive]
-        index = run.index(rows[alive.cpu()])
+        wider = run.threat.at(run.threat.eps * ratio)
+        standing = standing & ~fallen if ratio >= 1 else standing
+        tried = (standing if ratio > 1 else standing & ~withstood).nonzero()[:, 0]
+        part, label = x[tried], y[tried]
+        index = run.index(rows[tried.cpu()])
         found = attack.run(run.model, part, label, wider, index=index, key=run.key.fold("curve"))
         if keep is not None and ratio <= 1:
-            keep(alive, found)
-        fooled = (run.answers(found.x_adv).argmax(dim=1) != label) & wider.contains(found.x_adv, part)
-        alive = alive[~fooled]
-        left.append(len(alive))
+            keep(tried, found)
+        standing[tried] = (run.answers(found.x_adv).argmax(dim=1) == label) | ~wider.contains(found.x_adv, part)
+        left.append(int(standing.sum()))
     return torch.tensor([left])
 
 

@@ -119,8 +119,13 @@ def _measure(
             batch_size=run.batch_size,
             keep=finds.keep,
         )
-    if curve:
-        counts["curve"] = correct_at(run, x, y, rows, None if finds is None else finds.keep)
+    if curve and finds is None:
+        counts["curve"] = correct_at(run, x, y, rows)
+    elif curve and finds is not None:
+        wrong = (run.answers(finds.x_adv).argmax(dim=1) != y) & run.threat.contains(finds.x_adv, x)
+        counts["curve"] = correct_at(
+            run, x, y, rows, keep=finds.keep, fallen=finds.success & wrong, withstood=finds.tried & ~finds.success
+        )
     if finds is None:
         return counts
     seconds = time.perf_counter() - started

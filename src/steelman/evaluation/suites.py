@@ -49,10 +49,10 @@ def _squares(queries: int, ahead: int) -> Search:
 def _first(threat: ThreatModel) -> list[Stage]:
     """What both profiles begin with."""
     return [
-        Stage(name="cross-entropy", attack=_climb(threat, steps=10, loss="scale-invariant-cross-entropy")),
-        Stage(name="margin", attack=_climb(threat, steps=15, loss="probability-margin")),
+        Stage(name="cross-entropy", attack=_climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
+        Stage(name="margin", attack=_climb(threat, steps=12, loss="probability-margin")),
         # An attack without a target climbs towards the runner-up: who is left may fall to the next ones, near or not.
-        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.4),
+        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.5),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.02),
         Stage(
             name="diversified",
