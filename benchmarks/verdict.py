@@ -1,12 +1,14 @@
 """The verdict beside AutoAttack: robust accuracy, wall time, passes, and the samples that only one of them broke.
 
-    python benchmarks/verdict.py            # both models; interrupted, it goes on at the next part
-    python benchmarks/verdict.py --quick    # 10 images: does it work?
-    python benchmarks/verdict.py --all      # and the MNIST model on all 10,000 test images with `standard`
+    python benchmarks/verdict.py                         # both models; interrupted, it goes on at the next part
+    python benchmarks/verdict.py --quick                 # 10 and 20 images: does it work?
+    python benchmarks/verdict.py --all                   # and MNIST's 10,000 test images with `standard`
+    python benchmarks/verdict.py --cases mnist:1000:fast # one model, so many images, these suites alone
 
 AutoAttack is torchattacks' port with its official budgets; `--official full` takes this package's `full`, which has the
-same components and budgets. The models and images are those of benchmarks/attacks.py. `fast` and `standard` run
-with five seeds. Times are wall seconds of the whole call, with self-test, flags, sentinel and curve. Writes
+same components and budgets. It runs once a model, on as many images as any case has; it goes batch by batch, so its
+time on the first of them is known too. The models and images are those of benchmarks/attacks.py. `fast` and `standard`
+run with five seeds. Times are wall seconds of the whole call, with self-test, flags, sentinel and curve. Writes
 docs/verdict-autoattack.md.
 """
 
@@ -33,6 +35,8 @@ from steelman.evaluation.harness import versions
 from steelman.threat import ThreatModel
 
 SEEDS = range(5)
+# Of CIFAR-10 also twice as many: what a verdict costs however few the images (pilot, sentinel) weighs less then.
+CASES = ["mnist:1000:fast,standard", "cifar:1000:fast,standard", "cifar:2000:fast"]
 AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
 
 
@@ -79,7 +83,7 @@ def port(case: Case, batch_size: int) -> dict[str, Any]:
     handle = case.model.register_forward_hook(lambda _, inputs, logits: _count(count, inputs[0], logits))
     library = importlib.import_module("torchattacks")
     threat = ThreatModel(eps=case.eps["linf"])
-    points = []
+    points, after = [], []
     started = time.perf_counter()
     with torch.no_grad():
         right = torch.cat([case.model(part).argmax(dim=1) for part in case.x.split(batch_size)]) == case.y
@@ -94,12 +98,19 @@ def port(case: Case, batch_size: int) -> dict[str, Any]:
         if keep.any():
             part[keep] = attack(x[keep], y[keep])
         points.append(part.detach())
-    seconds = time.perf_counter() - started
+        after.append({"seconds": time.perf_counter() - started, **count})
     handle.remove()
     broken = judge(case, threat, torch.cat(points), case.model)
     left = (right & ~broken).nonzero()[:, 0].tolist()
-    passes = {name: total / len(case.x) for name, total in count.items()}
-    return {"robust": len(left), "seconds": seconds, **passes, "left": left}
+    return {"left": left, "after": after, "batch_size": batch_size}
+
+
+def first(record: dict[str, Any], samples: int) -> dict[str, Any]:
+    """What the port said of the first `samples` images, and what it took for them."""
+    done = record["after"][-(-samples // record["batch_size"]) - 1]
+    left = [sample for sample in record["left"] if sample < samples]
+    passes = {name: done[name] / samples for name in ("forwards", "backwards")}
+    return {"robust": len(left), "seconds": done["seconds"], **passes, "left": left, "finished": record["finished"]}
 
 
 def _count(count: dict[str, int], x: Tensor, logits: Tensor) -> None:
@@ -113,10 +124,10 @@ def table(case: Case, official: dict[str, dict[str, Any]], runs: dict[str, list[
     """A model's table, as Markdown."""
     n = len(case.x)
     lines = [
-        f"## {case.label}",
+        f"## {case.label}, {n:,} images",
         "",
-        f"{n} images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took on average, in "
-        "the attacks; the self-test is in the seconds alone. "
+        f"The first {n:,} test images, linf eps {case.eps['linf']:.4g}. F and B: forwards and backwards a sample took "
+        "on average, in the attacks; the self-test is in the seconds alone. "
         f"Finished (UTC): AutoAttack {_when([*official.values()])}, "
         f"ours {_when([record for records in runs.values() for record in records])}.",
         "",
@@ -193,54 +204,58 @@ def _interval(correct: int, n: int) -> str:
     return f"{low:.1%} .. {high:.1%}"
 
 
+def load(which: str, samples: int, options: argparse.Namespace) -> Case:
+    """A model and its first test images."""
+    if which == "mnist":
+        return trades(options.trades, samples)
+    return cifar(options.models, samples, standard=False, quick=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="10 images; prints the page only")
-    parser.add_argument("--samples", type=int, nargs="*", default=[1000], help="of each model, or one for all")
+    parser.add_argument("--quick", action="store_true", help="10 and 20 images; prints the page only")
+    parser.add_argument("--cases", nargs="*", default=CASES, help="model:images:suite,suite")
     parser.add_argument("--batch-size", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--trades", type=Path, default=Path("../shared/models/trades_mnist_smallcnn.pt"))
     parser.add_argument("--models", type=Path, default=Path("runs/bench-attacks"), help="where the CIFAR-10 model is")
     parser.add_argument("--work", type=Path, default=Path("runs/bench-verdict"))
     parser.add_argument("--out", type=Path, default=Path("docs/verdict-autoattack.md"))
-    parser.add_argument("--which", nargs="*", default=["mnist", "cifar"])
     parser.add_argument("--official", nargs="*", default=["torchattacks"], help="or `full`, or both")
     parser.add_argument("--all", action="store_true", help="the MNIST model on all 10,000 images with `standard`")
     options = parser.parse_args()
     if "torchattacks" in options.official:
         importlib.import_module("torchattacks")  # if it is missing, better known now than in an hour
-    each = [10] if options.quick else options.samples
-    each = each * len(options.which) if len(each) == 1 else each
+    parts = [case.split(":") for case in options.cases]
+    plan = [(which, int(samples) // (100 if options.quick else 1), suites) for which, samples, suites in parts]
+    size = 10 if options.quick else options.batch_size
     lines = [
         "# The verdict beside AutoAttack",
         "",
         "Written by `make bench-verdict` (parts that are there already are kept): the same images for all, batches of",
-        f"{options.batch_size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
+        f"{size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
         "official budgets (100 steps for APGD-CE, APGD-T and FAB-T, where its default is 10, and a Square that does",
         "not rescale its schedule, where its default does); `full` has the same",
         "components and budgets on this package's engine. Time ratios are to the first row. Nobody's word is taken: a",
         "sample counts as broken if its point is in the threat model and the model, in full precision, gets it wrong.",
         "",
     ]
-    for which, samples in zip(options.which, each, strict=True):
-        case = (
-            trades(options.trades, samples)
-            if which == "mnist"
-            else cifar(options.models, samples, standard=False, quick=False)
-        )
+    for which, samples, suites in plan:
+        case = load(which, samples, options)
         folder = options.work / f"{which}-{samples}"
         folder.mkdir(parents=True, exist_ok=True)
-        size = options.batch_size
         runs = {
             suite: [
                 kept(folder / f"{suite}-{seed}.json", ours, case, suite, seed, folder / f"{suite}-{seed}", size)
                 for seed in range(options.seeds)
             ]
-            for suite in ("fast", "standard")
+            for suite in suites.split(",")
         }
         official = {}
         if "torchattacks" in options.official:
-            official["AutoAttack (torchattacks)"] = kept(folder / "torchattacks.json", port, case, size)
+            most = max(count for name, count, _ in plan if name == which)
+            whole = kept(options.work / f"{which}-torchattacks-{most}.json", port, load(which, most, options), size)
+            official["AutoAttack (torchattacks)"] = first(whole, samples)
         if "full" in options.official:
             official["full"] = kept(folder / "full.json", ours, case, "full", 0, folder / "full", size)
         lines += table(case, official, runs)
@@ -250,7 +265,7 @@ def main() -> None:
         folder = options.work / "mnist-10000"
         folder.mkdir(parents=True, exist_ok=True)
         place = folder / "standard"
-        record = kept(folder / "standard.json", ours, case, "standard", 0, place, options.batch_size)
+        record = kept(folder / "standard.json", ours, case, "standard", 0, place, size)
         lines += [
             "## All 10,000 images of MNIST",
             "",

@@ -32,7 +32,7 @@ from steelman.losses import margin, standardised
 WRONG, ROBUST = -2, -1  # `broken_by` of a sample that is wrong without an attack, and of one that no attack broke
 FORMAT = 1
 # The share of the samples on which signs of masking and the curve are measured, and how many at least and at most.
-PILOT, PILOT_LEAST, PILOT_MOST = 0.03, 32, 200
+PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
 # What an evaluation leaves in its folder.
 PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "evaluation.json", "gallery.safetensors")
 DONE = ".work.done"  # a folder `work` that is no longer needed, on its way out
