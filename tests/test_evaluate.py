@@ -14,7 +14,7 @@ import torch
 from scipy.stats import beta
 from torch import Tensor, nn
 
-from steelman.attacks import PGD
+from steelman.attacks import PGD, Found
 from steelman.attacks.eot import EOT
 from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
@@ -23,7 +23,8 @@ from steelman.errors import UserError
 from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, harness, interval
 from steelman.evaluation.checks import predictions
 from steelman.evaluation.curve import CURVE_RATIOS
-from steelman.evaluation.stages import describe
+from steelman.evaluation.pilot import Pilot
+from steelman.evaluation.stages import Stage, Suite, describe
 from steelman.heads import embed
 from steelman.threat import ThreatModel
 from tests.oracles import LinearClassifier
@@ -101,6 +102,37 @@ def test_the_curve_is_exact_on_a_linear_model_and_falls() -> None:
     assert got == sorted(got, reverse=True)
     assert len(set(got)) > 4
     assert {point.total for point in found.curve} == {60}
+
+
+def test_a_cascades_curve_is_exact_and_spares_whom_eps_does_not_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom the pilot's attacks break at eps is tried below it, whom they do not above it, and nobody there again."""
+    model, x, y, distance = line(30)
+    right = (model(x).argmax(dim=1) == y).numpy()
+    eps, real, tried = float(np.median(distance)), PGD.run, dict[float, int]()
+
+    def run(self: PGD, *given: Any, **options: Any) -> Found:
+        if (self.loss, self.steps) == ("scale-invariant-cross-entropy", 20):
+            tried[round(given[3].eps / eps, 2)] = len(given[1])
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(PGD, "run", run)
+    stages = (Stage(name="pilot", attack=Pilot(), pilot=True), Stage(name="pgd", attack=PGD(steps=10)))
+    found = evaluate(model, (x, y), ThreatModel(eps=eps), Suite(name="pilot", stages=stages))
+    for point in found.curve:
+        assert point.correct == int((right & (distance > point.eps)).sum())
+    assert found.curve[0].total == right.sum() == 27
+    fall = {ratio: right & (distance <= ratio * eps) for ratio in CURVE_RATIOS}
+    assert {ratio: tried[ratio] for ratio in CURVE_RATIOS} == {
+        0.25: fall[1.0].sum(),
+        0.5: (fall[1.0] & ~fall[0.25]).sum(),
+        0.75: (fall[1.0] & ~fall[0.5]).sum(),
+        1.0: 0,
+        1.5: (right & ~fall[1.0]).sum(),
+        2.0: (right & ~fall[1.5]).sum(),
+        3.0: (right & ~fall[2.0]).sum(),
+    }
+    assert tried[0.5] > 0
+    assert tried[2.0] > 0
 
 
 def test_the_curve_never_rises_even_where_the_attack_is_weak_at_large_radii() -> None:

@@ -36,10 +36,10 @@ class Subject:
         return str(self.described.get("recipe", self.target))
 
     def load(self) -> tuple[nn.Module, datasets.Dataset]:
-        """Both, for each other."""
+        """Both, for each other; the model as it answers when nobody trains it."""
         dataset = datasets.load(self.data, **self.where)
         if self.model is None:
-            return _named(self.target, dataset, **self.named), dataset
+            return _named(self.target, dataset, **self.named).eval(), dataset
         if tuple(self.described["input_shape"]) != dataset.shape:
             raise UserError(
                 f"the model takes images of shape {tuple(self.described['input_shape'])}, and {self.data} has "
