@@ -28,6 +28,12 @@ def ratios(run: Runner) -> tuple[float, ...]:
     return *CURVE_RATIOS, max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0)
 
 
+def measured_with(suite: Suite) -> str:
+    """What the curve is measured with, in words."""
+    name = f"PGD-{CURVE_ATTACK.steps}"
+    return name if suite.protocol else f"{name} (at eps itself, all of the pilot's attacks)"
+
+
 def curve_rows(run: Runner) -> Tensor:
     """The samples that the curve is of: the pilot's, or in a protocol the first."""
     return torch.arange(min(run.total, CURVE_SAMPLES)) if run.suite.protocol else run.pilot()

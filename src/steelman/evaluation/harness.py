@@ -26,7 +26,7 @@ from steelman.errors import UserError
 from steelman.evaluation.account import doubts, examples, notes, scores
 from steelman.evaluation.cascade import Runner
 from steelman.evaluation.checks import check_contract, check_manners, check_model
-from steelman.evaluation.curve import CURVE_ATTACK
+from steelman.evaluation.curve import measured_with
 from steelman.evaluation.evidence import weights_digest, write_bundle
 from steelman.evaluation.ledger import WRONG, Ledger, Work, writing
 from steelman.evaluation.pilot import look_ahead
@@ -160,7 +160,7 @@ def evaluate(
             versions=versions(),
             scores=scores(run),
             curve=points,
-            curve_attack=f"PGD-{CURVE_ATTACK.steps}",
+            curve_attack=measured_with(chosen),
             gallery=examples(run, gallery if source.shape[0] in (1, 3) else 0),
             notes=tuple(notes(run)),
             verdict=_verdict(run, [*flags, *doubts(run)], random=random),
