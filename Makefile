@@ -34,7 +34,7 @@ bench-attacks: $(STAMP) $(PEERS)
 	$(BIN)/steelman data get cifar10
 	PYTHONPATH=$(PEERS) $(BIN)/python benchmarks/attacks.py
 
-# The verdict beside AutoAttack, on the models of bench-attacks (about two hours on two cores, most of it AutoAttack's);
+# The verdict beside AutoAttack (about two and a half hours on two cores, most of it AutoAttack's);
 # interrupted, it goes on at the next part.
 bench-verdict: $(STAMP) $(PEERS)
 	$(BIN)/steelman data get mnist

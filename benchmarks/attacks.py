@@ -457,26 +457,25 @@ MNIST, CIFAR = {"linf": 0.3, "l2": 1.5}, {"linf": 8 / 255, "l2": 0.5}
 
 def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
     """A narrow PreActResNet-18, trained here: the small PGD-AT recipe, narrower and shortened, or no adversary."""
+    changes = [
+        f"training.epochs={1 if quick else 3 if standard else 5}",
+        f"evaluation.samples={50 if quick else 500}",
+        *(["objective=standard"] if standard else ["model.width=8"]),
+        *(["validation.size=49500", "validation.samples=50"] if quick else []),
+    ]
     folder = work / (f"cifar10-{'standard' if standard else 'robust'}" + ("-quick" if quick else ""))
+    kind = "standard training" if standard else "PGD-AT with one step"
+    return trained(folder, changes, samples, f"CIFAR-10, PreActResNet-18 of width {16 if standard else 8}, {kind}")
+
+
+def trained(folder: Path, changes: list[str], samples: int, label: str) -> Case:
+    """The model in a folder, trained there first by the small PGD-AT recipe with some changes unless it is there."""
     if not (folder / "evaluation" / "evaluation.json").exists():
-        changes = [
-            f"training.epochs={1 if quick else 3 if standard else 5}",
-            f"evaluation.samples={50 if quick else 500}",
-            *(["objective=standard"] if standard else ["model.width=8"]),
-            *(["validation.size=49500", "validation.samples=50"] if quick else []),
-        ]
         run.train(config.read("cifar10-pgd-at-small", changes)[0], folder)
     model, _ = run.load_model(folder)
     test = datasets.load("cifar10").test
     index = torch.arange(samples)
-    kind = "standard training" if standard else "PGD-AT with one step"
-    return Case(
-        f"CIFAR-10, PreActResNet-18 of width {16 if standard else 8}, {kind}",
-        model.eval(),
-        test.images(index),
-        test.labels[index],
-        CIFAR,
-    )
+    return Case(label, model.eval(), test.images(index), test.labels[index], CIFAR)
 
 
 def main() -> None:

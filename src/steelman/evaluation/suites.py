@@ -51,16 +51,18 @@ def _first(threat: ThreatModel) -> list[Stage]:
     return [
         Stage(name="cross-entropy", attack=_climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
         Stage(name="margin", attack=_climb(threat, steps=12, loss="probability-margin")),
-        # An attack without a target climbs towards the runner-up: who is left may fall to the next ones, near or not.
+        # An attack without a target climbs towards the runner-up: who is left may fall to the next classes, near or not,
+        # and who is near to any class.
         Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.5),
-        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.02),
+        Stage(name="more targets", attack=_climb(threat, "multi-targeted", steps=8, skip=3, targets=6), share=0.2),
+        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
         Stage(
             name="diversified",
             attack=_climb(threat, steps=25, restarts=3, loss="probability-margin", start="diversified"),
-            share=0.1,
+            share=0.05,
         ),
-        Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.06),
-        Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.04, warm=True),
+        Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.03),
+        Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
         Stage(name="nearest", attack=_squares(3000, ahead=8), share=0.008, warm=True),
     ]
 
