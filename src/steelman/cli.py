@@ -117,6 +117,13 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the attacks' random starts.")] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="What coarse searches run in: full, bfloat16, or auto: bfloat16 where machine and model are up to it. "
+            "Every success is judged in full."
+        ),
+    ] = "auto",
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the evidence and report.html.")] = None,
 ) -> None:
@@ -144,6 +151,7 @@ def evaluate(
         samples=samples,
         batch_size=batch_size,
         seed=seed,
+        precision=precision,
         workers=workers,
         out=out,
         console=console,

@@ -19,7 +19,7 @@ from steelman.evaluation.account import doubts
 from steelman.evaluation.checks import ContractError, as_model, check_finite
 from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.evaluation.result import Flag, StageRecord
-from steelman.evaluation.stages import Stage, Suite, describe
+from steelman.evaluation.stages import Stage, Suite
 from steelman.losses import margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
@@ -46,7 +46,7 @@ class Runner:
         self.ledger = Ledger(self.work.folder, self.total, self.source.shape, dtype)
         self.records: list[StageRecord] = []
         # As they are before they run: an attack of the caller's may keep notes in itself.
-        self.described = [describe(stage.attack) for stage in self.suite.stages]
+        self.described = [stage.described() for stage in self.suite.stages]
         self.outside: dict[str, int] = {}
         self.refuted: dict[str, int] = {}
         self.nonfinite = 0
@@ -193,7 +193,9 @@ class Runner:
         counts, claimed = torch.zeros(2, len(rows), dtype=torch.int64), torch.zeros_like(y, dtype=torch.bool)
         if isinstance(attack, Search):
             start = self.ledger.points(rows, x) if stage.warm else None
-            found = attack.run(self.model, x, y, self.threat, index=index, key=key, start=start)
+            found = attack.run(
+                self.model, x, y, self.threat, index=index, key=key, start=start, precision=stage.precision
+            )
             x_adv, claimed, counts = found.x_adv, found.success, torch.stack((found.forwards, found.backwards)).cpu()
         else:
             x_adv = attack(self.model, x, y, self.threat, index=index, key=key)

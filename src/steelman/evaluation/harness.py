@@ -30,9 +30,10 @@ from steelman.evaluation.curve import measured_with
 from steelman.evaluation.evidence import weights_digest, write_bundle
 from steelman.evaluation.ledger import WRONG, Ledger, Work, writing
 from steelman.evaluation.pilot import look_ahead
+from steelman.evaluation.reduced import CHOICES, settled
 from steelman.evaluation.result import Evaluation, Flag, Trust, Verdict
 from steelman.evaluation.selftest import self_test
-from steelman.evaluation.stages import Suite, describe, protocol
+from steelman.evaluation.stages import Suite, protocol
 from steelman.evaluation.suites import suite_named
 from steelman.precision import full_precision
 from steelman.rng import Key
@@ -62,6 +63,7 @@ def evaluate(
     curve: bool = True,
     gallery: int = 8,
     surrogates: Sequence[nn.Module] = (),
+    precision: str = "auto",
     workers: int = 0,
     device: torch.device | None = None,
     console: Console | None = None,
@@ -75,7 +77,8 @@ def evaluate(
     Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `samples` takes only the first that
     many; `minutes` ends a cascade when they are over, with what is known by then; `out` is where evidence is kept, and
     where an evaluation that was interrupted goes on; `surrogates` are other models for the same task, whose adversarial
-    points are tried on this one to see whether its gradients mislead.
+    points are tried on this one to see whether its gradients mislead; `precision` is what the first, coarse searches of
+    a cascade run in: "auto" takes bfloat16 where machine and model are up to it, and the evidence says what it took.
 
     >>> from steelman.heads import linear
     >>> net = nn.Sequential(nn.Flatten(), linear(16, 2)).eval()
@@ -92,6 +95,8 @@ def evaluate(
         raise UserError(f"minutes: expected a time above 0, got {minutes}")
     if batch_size < 1:
         raise UserError(f"batch_size: expected at least 1, got {batch_size}")
+    if precision not in CHOICES:
+        raise UserError(f"precision: expected one of {', '.join(CHOICES)}, got {precision!r}")
     if gallery < 0:
         raise UserError(f"gallery: expected 0 or more samples, got {gallery}")
     out = None if out is None else Path(out)
@@ -107,6 +112,7 @@ def evaluate(
         random = check_manners(
             model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages), most=batch_size
         )
+        chosen = settled(chosen, precision, model, source, threat, device)
         total = len(source) if samples is None else min(samples, len(source))
         names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
         settings = {
@@ -235,8 +241,7 @@ def _confusion(ledger: Ledger, classes: int) -> tuple[tuple[int, ...], ...]:
 def _described(suite: Suite) -> dict[str, Any]:
     """A suite as plain values."""
     stages = [
-        {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "attack": describe(s.attack)}
-        for s in suite.stages
+        {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "attack": s.described()} for s in suite.stages
     ]
     return {"name": suite.name, "protocol": suite.protocol, "stages": stages}
 

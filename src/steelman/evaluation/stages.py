@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from steelman.attacks import Attack
+from steelman.attacks.engine import Precision
 from steelman.errors import UserError
 
 RESERVED = {"clean", "worst case"}  # the scores that are no attack's
@@ -27,7 +28,8 @@ class Stage:
     `share` is the share of the survivors that it is given, those with the smallest margin so far; `warm` begins at each
     sample's best point so far. A `sentinel` stage is given its share whatever the margins: it is there to find out
     whether the stages before it missed something. An `escalation` stage runs only when there is reason to doubt. A
-    `pilot` stage is what flags and curve found while they were measured; it comes first.
+    `pilot` stage is what flags and curve found while they were measured; it comes first. `precision` is what its search
+    runs in, where machine and model are up to it; what it finds is judged in full.
     """
 
     name: str
@@ -37,6 +39,12 @@ class Stage:
     sentinel: bool = False
     escalation: bool = False
     pilot: bool = False
+    precision: Precision = "full"
+
+    def described(self) -> dict[str, Any]:
+        """Its attack's settings as plain values, and what the search runs in if that is not full precision."""
+        reduced = {} if self.precision == "full" else {"precision": self.precision}
+        return {**describe(self.attack), **reduced}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

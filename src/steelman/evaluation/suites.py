@@ -41,6 +41,15 @@ def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
     return ATTACKS[name](step_size=threat.eps or None, decay=0.1, **options)
 
 
+def _restarts(threat: ThreatModel, restarts: int, loss: str, **options: Any) -> Search:
+    return _climb(threat, steps=25, restarts=restarts, loss=loss, **options)
+
+
+def _coarse(name: str, attack: Search, share: float = 1.0) -> Stage:
+    """A stage of large steps, for which bfloat16 is good enough; fine work near the boundary is not for it."""
+    return Stage(name=name, attack=attack, share=share, precision="bfloat16")
+
+
 def _squares(queries: int, ahead: int) -> Search:
     """Small squares from the start: what is left to do at a point that gradients have found is fine work."""
     return ATTACKS["square"](queries=queries, p=0.05, ahead=ahead, resign=True)
@@ -49,18 +58,15 @@ def _squares(queries: int, ahead: int) -> Search:
 def _first(threat: ThreatModel) -> list[Stage]:
     """What both profiles begin with."""
     return [
-        Stage(name="cross-entropy", attack=_climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
-        Stage(name="margin", attack=_climb(threat, steps=12, loss="probability-margin")),
-        # An attack without a target climbs towards the runner-up: who is left may fall to the next classes, near or not,
-        # and who is near to any class.
-        Stage(name="targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.5),
-        Stage(name="more targets", attack=_climb(threat, "multi-targeted", steps=8, skip=3, targets=6), share=0.2),
-        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
-        Stage(
-            name="diversified",
-            attack=_climb(threat, steps=25, restarts=3, loss="probability-margin", start="diversified"),
-            share=0.05,
-        ),
+        _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
+        _coarse("margin", _climb(threat, steps=12, loss="probability-margin")),
+        # An attack without a target climbs towards the runner-up: who is left may fall to the next classes, near or
+        # not, and who is near to any class.
+        _coarse("targets", _climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.6),
+        _coarse("more targets", _climb(threat, "multi-targeted", steps=8, skip=3, targets=6), share=0.2),
+        _coarse("diversified", _restarts(threat, 6, "probability-margin", start="diversified"), share=0.06),
+        _coarse("restarts", _restarts(threat, 4, "margin"), share=0.04),
+        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.035),
         Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.03),
         Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
         Stage(name="nearest", attack=_squares(3000, ahead=8), share=0.008, warm=True),
@@ -68,8 +74,8 @@ def _first(threat: ThreatModel) -> list[Stage]:
 
 
 def fast(threat: ThreatModel) -> Suite:
-    """Gradient attacks for all, ever dearer ones for those nearest to falling; AutoAttack's on one survivor in 200."""
-    return _cascade("fast", threat, _first(threat), sentinel=0.005)
+    """Gradient attacks for all, ever dearer ones for those nearest to falling; AutoAttack's on one survivor in 250."""
+    return _cascade("fast", threat, _first(threat), sentinel=0.004)
 
 
 def standard(threat: ThreatModel) -> Suite:
@@ -79,9 +85,9 @@ def standard(threat: ThreatModel) -> Suite:
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        Stage(name="far targets", attack=_climb(threat, "multi-targeted", steps=10, skip=1, targets=2)),
-        Stage(name="all targets", attack=_climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
-        Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.01),
+        _coarse("far targets", _climb(threat, "multi-targeted", steps=10, skip=1, targets=2)),
+        _coarse("all targets", _climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
+        Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.03),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
