@@ -71,6 +71,7 @@ def ours(case: Case, suite: str, seed: int, folder: Path, batch_size: int) -> di
         "reasons": list(found.verdict.reasons),
         "escalated": found.verdict.escalated,
         "stages": {stage.name: stage.seconds for stage in found.stages},
+        "reduced": [stage.name for stage in found.stages if stage.settings.get("precision", "full") != "full"],
     }
 
 
@@ -171,12 +172,13 @@ def _summary(suite: str, records: list[dict[str, Any]], base: dict[str, Any]) ->
     times = sorted(base["seconds"] / record["seconds"] for record in records)
     passes = sorted(_passes(base) / _passes(record) for record in records)
     middle = len(records) // 2
+    reduced = sorted({stage for record in records for stage in record["reduced"]})
     return (
         f"`{suite}` is at or below AutoAttack in {low} of {len(records)} seeds. It takes 1/{times[middle]:.1f} of its "
         f"time (median; slowest 1/{times[0]:.1f}, quickest 1/{times[-1]:.1f}; aimed at: 1/{AIM[suite]}) and "
         f"1/{passes[middle]:.0f} of its F + B. Of its own time {_share(records, 'pilot'):.0%} is the pilot's, "
         f"{_share(records, 'sentinel'):.0%} the sentinel's, and {1 - _share(records, ''):.0%} is spent outside the "
-        "stages (self-test, checks, evidence)."
+        f"stages (self-test, checks, evidence). In bfloat16 it searched {', '.join(reduced) or 'nowhere'}."
     )
 
 
@@ -239,7 +241,7 @@ def main() -> None:
         "# The verdict beside AutoAttack",
         "",
         "Written by `make bench-verdict` (parts that are there already are kept): the same images for all, batches of",
-        f"{size}, {torch.get_num_threads()} threads, float32. AutoAttack is torchattacks' port with the",
+        f"{size}, {torch.get_num_threads()} threads. AutoAttack is torchattacks' port in float32, as it is, with the",
         "official budgets (100 steps for APGD-CE, APGD-T and FAB-T, where its default is 10, and a Square that does",
         "not rescale its schedule, where its default does); `full` has the same",
         "components and budgets on this package's engine. Time ratios are to the first row. Nobody's word is taken: a",
