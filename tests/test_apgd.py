@@ -276,15 +276,28 @@ def test_at_least_as_strong_as_pgd(norm: Norm) -> None:
     assert int(every) >= int(found)
 
 
-@pytest.mark.parametrize(("skip", "expected"), [(0, 1), (1, 2), (2, 3), (7, 3)])
-def test_targets_that_are_passed_over(skip: int, expected: int) -> None:
-    """Logits (0, x_0 - 1, x_1 - 2, x_2 - 3): each class has a pixel of its own, and only its target's is raised."""
+@every_norm
+@pytest.mark.parametrize(
+    ("candidates", "expected"), [(None, [1, 2, 3]), (1, [1]), (2, [1, 2]), (3, [3, 1, 2]), (9, [3, 1, 2])]
+)
+def test_the_nearest_boundary_comes_first(norm: Norm, candidates: int | None, expected: list[int]) -> None:
+    """Logits (0, x_0 - 1, x_1 - 2, 8 x_2 - 7): each class has a pixel of its own, and only its target's is raised. From
+    1/2 in each, their boundaries are 1/2, 3/2 and 3/8 away in any norm."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 4))
-    model[1].weight.data, model[1].bias.data = torch.eye(4)[:, 1:].clone(), torch.tensor([0.0, -1, -2, -3])
-    x, threat = torch.full((1, 3, 1, 1), 0.5), ThreatModel(eps=0.25)
-    x_adv = MultiTargeted(steps=10, skip=skip, targets=1)(model, x, torch.tensor([0]), threat)
-    assert int((x_adv - x).flatten().argmax()) == expected - 1
-    assert float((x_adv - x).max()) == pytest.approx(0.25)
+    model[1].weight.data = torch.eye(4)[:, 1:] * torch.tensor([1.0, 1, 8])
+    model[1].bias.data = torch.tensor([0.0, -1, -2, -7])
+    x, threat = torch.full((1, 3, 1, 1), 0.5), ThreatModel(norm=norm, eps=0.25)
+    climbed = []
+
+    class Noted(MultiTargeted):
+        def _targets(self, problem: Any, clean: Tensor | None) -> Tensor:
+            climbed.append(super()._targets(problem, clean)[0].tolist())
+            return torch.tensor([climbed[-1][:1]])
+
+    x_adv = Noted(steps=10, candidates=candidates)(model, x, torch.tensor([0]), threat)
+    assert climbed == [expected]
+    assert int((x_adv - x).flatten().argmax()) == expected[0] - 1
+    assert 0.2 < float((x_adv - x).max()) < 0.2501
 
 
 class TestCost:
@@ -300,8 +313,8 @@ class TestCost:
             (APGD(steps=9, loss="targeted-dlr", targets=2), 1 + 2 * 10, 18),
             (MultiTargeted(steps=9), 1 + 3 * 10, 27),
             (MultiTargeted(steps=9, targets=1, restarts=2), 1 + 2 * 10, 18),
-            (MultiTargeted(steps=9, skip=1), 1 + 2 * 10, 18),
-            (MultiTargeted(steps=9, skip=9), 1 + 10, 9),
+            (MultiTargeted(steps=9, candidates=2), 2 + 2 * 10, 2 + 18),
+            (MultiTargeted(steps=9, candidates=9, targets=1), 2 + 10, 3 + 9),
         ):
             found = attack.run(model, x, y, threat)
             assert not found.success.any()

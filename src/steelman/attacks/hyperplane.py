@@ -7,6 +7,7 @@ f_k = z_k - z_y and w_k its gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -101,26 +102,40 @@ def leads(problem: Problem, logits: Tensor, rows: Tensor, rivals: Tensor) -> Ten
     return logits.gather(1, rivals) - logits.gather(1, problem.y[rows][:, None])
 
 
-def nearest_boundary(problem: Problem, leads: Tensor, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The lead f_k and its gradient w_k with the least |f_k| / ||w_k||_q: one backward a lead.
+def boundaries(
+    problem: Problem, leads: Tensor, points: Tensor, rows: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each lead f_k in turn: itself, its gradient w_k, and the distance |f_k| / ||w_k||_q; one backward a lead.
 
     Arguments: `leads` of the samples `rows`, with their graph.
     """
     p = problem.threat.p
     q = 1.0 if p == math.inf else (2.0 if p == 2 else math.inf)
     columns = leads.unbind(dim=1)
-    best_lead, best_normal, least = columns[0].detach(), torch.empty(0), torch.empty(0)
     for place, lead in enumerate(columns):
         normal = problem.gradient(lead, points, rows, retain=place + 1 < len(columns))
         far = lead.detach().abs() / lengths(normal, q)
-        far = torch.where(far.isnan(), math.inf, far)  # on it, and no way to go
-        if place == 0:
-            best_normal, least = normal, far
-            continue
+        yield lead.detach(), normal, torch.where(far.isnan(), math.inf, far)  # on it, and no way to go
+
+
+def nearest_boundary(problem: Problem, leads: Tensor, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The lead and its gradient whose boundary is nearest."""
+    found = boundaries(problem, leads, points, rows)
+    best_lead, best_normal, least = next(found)
+    for lead, normal, far in found:
         nearer = far < least
-        best_lead, least = torch.where(nearer, lead.detach(), best_lead), torch.where(nearer, far, least)
+        best_lead, least = torch.where(nearer, lead, best_lead), torch.where(nearer, far, least)
         best_normal = torch.where(column(nearer, normal), normal, best_normal)
     return best_lead, best_normal
+
+
+def nearest_first(problem: Problem, rivals: Tensor) -> Tensor:
+    """The `rivals` of each sample in the order of their boundaries' distances from its image."""
+    rows = torch.arange(len(problem.x), device=problem.x.device)
+    points = problem.x.clone().requires_grad_(True)
+    between = leads(problem, problem.logits(points, rows), rows, rivals)
+    far = torch.stack([far for _, _, far in boundaries(problem, between, points, rows)], dim=1)
+    return rivals.gather(1, far.argsort(dim=1, stable=True))
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:

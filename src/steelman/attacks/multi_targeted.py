@@ -9,6 +9,7 @@ from torch import Tensor
 
 from steelman.attacks.apgd import ranked
 from steelman.attacks.engine import Problem, Search
+from steelman.attacks.hyperplane import nearest_first
 from steelman.attacks.pgd import PGD, _Climbed
 from steelman.losses import targeted_margin
 from steelman.settings import Count, Number, settings
@@ -19,10 +20,11 @@ class MultiTargeted(Search):
     """PGD on z_t - z_y towards each other class t in turn, each from a fresh start, by the samples that are left.
 
     Arguments: `targets` None means all K - 1 other classes; a number means that many of them, those of highest clean
-    logit; in both cases the highest comes first. `skip` passes over so many of the highest, such as the one that an
-    attack without a target climbs towards; one class is always left. `steps`, `step_size`, `decay` and `start` are
-    PGD's. With a target class given to the call, only that is attacked. A run takes steps + 1 forwards and steps
-    backwards (two more each from a diversified start), and ranking the classes one clean forward.
+    logit; in both cases the highest comes first. With `candidates`, that many of highest logit are put in the order of
+    their linearised boundaries' distances from the image instead, (z_y - z_t) / ||grad (z_y - z_t)||_q as in DeepFool:
+    a class of low logit may have a steep way up. `steps`, `step_size`, `decay` and `start` are PGD's. With a target
+    class given to the call, only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each
+    from a diversified start), and ranking the classes one clean forward, with candidates another, and a backward each.
 
     Deviation: the paper attacks the classes in a fixed order; the order matters to the cost alone.
 
@@ -43,7 +45,7 @@ class MultiTargeted(Search):
     decay: Annotated[Number, Field(gt=0, le=1)] = 1.0
     restarts: Count = 1
     targets: Count | None = None
-    skip: Annotated[int, Field(ge=0)] = 0
+    candidates: Count | None = None
     start: Literal["uniform", "diversified"] = "uniform"
 
     def search(self, problem: Problem) -> None:
@@ -66,7 +68,7 @@ class MultiTargeted(Search):
         if problem.target is not None:
             return problem.target[:, None]
         clean = cast(Tensor, clean)  # without a target, the loss has ranked the classes
-        classes = ranked(clean, problem.y, clean.shape[1])
-        targets = classes[:, min(self.skip, classes.shape[1] - 1) :][:, : self.targets]
+        classes = ranked(clean, problem.y, self.candidates or clean.shape[1])
+        targets = (nearest_first(problem, classes) if self.candidates else classes)[:, : self.targets]
         problem.keep(problem.x, clean, targeted_margin(clean, problem.y, targets[:, 0]), problem.alive())
         return targets

@@ -41,6 +41,11 @@ def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
     return ATTACKS[name](step_size=threat.eps or None, decay=0.1, **options)
 
 
+def _nearest(threat: ThreatModel, targets: int) -> Search:
+    """Steps towards the classes whose boundaries are nearest, of the nine of highest logit, which are AutoAttack's."""
+    return _climb(threat, "multi-targeted", steps=10, targets=targets, candidates=9)
+
+
 def _restarts(threat: ThreatModel, restarts: int, loss: str, **options: Any) -> Search:
     return _climb(threat, steps=25, restarts=restarts, loss=loss, **options)
 
@@ -60,14 +65,13 @@ def _first(threat: ThreatModel) -> list[Stage]:
     return [
         _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
         _coarse("margin", _climb(threat, steps=12, loss="probability-margin")),
-        # An attack without a target climbs towards the runner-up: who is left may fall to the next classes, near or
-        # not, and who is near to any class.
-        _coarse("targets", _climb(threat, "multi-targeted", steps=10, skip=1, targets=2), share=0.6),
-        _coarse("more targets", _climb(threat, "multi-targeted", steps=8, skip=3, targets=6), share=0.2),
-        _coarse("diversified", _restarts(threat, 6, "probability-margin", start="diversified"), share=0.06),
+        # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
+        # boundary is nearer, however far its logit.
+        _coarse("targets", _nearest(threat, targets=2)),
+        _coarse("diversified", _restarts(threat, 4, "probability-margin", start="diversified"), share=0.06),
         _coarse("restarts", _restarts(threat, 4, "margin"), share=0.04),
-        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.035),
-        Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.03),
+        Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
+        Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.02),
         Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
         Stage(name="nearest", attack=_squares(3000, ahead=8), share=0.008, warm=True),
     ]
@@ -85,7 +89,7 @@ def standard(threat: ThreatModel) -> Suite:
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        _coarse("far targets", _climb(threat, "multi-targeted", steps=10, skip=1, targets=2)),
+        _coarse("far targets", _nearest(threat, targets=4)),
         _coarse("all targets", _climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
         Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.03),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
