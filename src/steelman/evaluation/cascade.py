@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import Search
 from steelman.attacks.base import check_range, logits_of, untouched
+from steelman.attacks.parallel import MOST
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.account import doubts
@@ -300,4 +301,6 @@ class Runner:
             torch.manual_seed(
                 self.key.fold("answers").integer()
             )  # for a random model: the seed decides, not the caller
-            return logits_of(self.model, x)
+            # On a CPU, what a larger batch computes leaves the caches.
+            parts = torch.split(x, MOST) if x.device.type == "cpu" else (x,)
+            return torch.cat([logits_of(self.model, part) for part in parts])
