@@ -61,6 +61,7 @@ class Case:
     x: Tensor
     y: Tensor
     eps: dict[str, float]
+    first: int = 0  # the number of its first image in the test set
 
 
 def available() -> tuple[dict[str, str], list[str]]:
@@ -443,13 +444,14 @@ def table(label: str, case: Case, records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def trades(path: Path, samples: int) -> Case:
+def trades(path: Path, samples: int, first: int = 0) -> Case:
     """The MNIST model published with TRADES."""
     model = build_classifier("smallcnn", input_shape=(1, 28, 28), num_classes=10)
     load_weights(model, PUBLISHED_LAYOUTS["trades-smallcnn"](load_state(path)), str(path))
     test = datasets.load("mnist").test
-    index = torch.arange(samples)
-    return Case("MNIST, TRADES' published SmallCNN", model.eval(), test.images(index), test.labels[index], MNIST)
+    index = torch.arange(first, first + samples)
+    label = "MNIST, TRADES' published SmallCNN"
+    return Case(label, model.eval(), test.images(index), test.labels[index], MNIST, first)
 
 
 MNIST, CIFAR = {"linf": 0.3, "l2": 1.5}, {"linf": 8 / 255, "l2": 0.5}
@@ -468,14 +470,14 @@ def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
     return trained(folder, changes, samples, f"CIFAR-10, PreActResNet-18 of width {16 if standard else 8}, {kind}")
 
 
-def trained(folder: Path, changes: list[str], samples: int, label: str) -> Case:
+def trained(folder: Path, changes: list[str], samples: int, label: str, first: int = 0) -> Case:
     """The model in a folder, trained there first by the small PGD-AT recipe with some changes unless it is there."""
     if not (folder / "evaluation" / "evaluation.json").exists():
         run.train(config.read("cifar10-pgd-at-small", changes)[0], folder)
     model, _ = run.load_model(folder)
     test = datasets.load("cifar10").test
-    index = torch.arange(samples)
-    return Case(label, model.eval(), test.images(index), test.labels[index], CIFAR)
+    index = torch.arange(first, first + samples)
+    return Case(label, model.eval(), test.images(index), test.labels[index], CIFAR, first)
 
 
 def main() -> None:

@@ -88,6 +88,22 @@ class TestWhether:
     def test_one_that_answers_otherwise_in_halves_is_not(self, change: Callable[[Tensor], Tensor]) -> None:
         assert not alike(Changed(change).eval(), the_data().images(torch.arange(16)), THREAT)
 
+    def test_no_batch_is_larger_than_it_may_be(self) -> None:
+        sizes = set[int]()
+
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = a_model()
+
+            def forward(self, x: Tensor) -> Tensor:
+                sizes.add(len(x))
+                logits: Tensor = self.model(x)
+                return logits
+
+        assert alike(Counting().eval(), the_data().images(torch.arange(16)), THREAT, most=6)
+        assert sizes == {6, 4}
+
     def test_one_in_float64_is_not(self) -> None:
         assert not alike(a_model(torch.float64), the_data().images(torch.arange(16)).double(), THREAT)
 

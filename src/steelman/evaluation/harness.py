@@ -112,7 +112,7 @@ def evaluate(
         random = check_manners(
             model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages), most=batch_size
         )
-        chosen = settled(chosen, precision, model, source, threat, device)
+        chosen = settled(chosen, precision, model, source, threat, device, batch_size)
         total = len(source) if samples is None else min(samples, len(source))
         names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
         settings = {

@@ -21,7 +21,7 @@ CHOICES = ("auto", "full", "bfloat16")
 TRIED = 32  # images on which the slopes are compared
 ALIKE = 0.9  # the cosine between the two slopes of an image from which on they count as one
 APART = 0.1  # the part of their spread by which its two answers may differ
-MOST = 0.9  # of the images must be alike in both
+ENOUGH = 0.9  # of the images must be alike in both
 
 
 def settled(
@@ -31,15 +31,17 @@ def settled(
     source: Source,
     threat: ThreatModel,
     device: torch.device,
+    most: int = TRIED,
 ) -> Suite:
-    """The suite with each stage's precision as it will be: what was planned, or full for all.
+    """The suite with each stage's precision as it will be: what was planned, or full for all. No batch is larger than
+    `most`.
 
     "auto" keeps bfloat16 where the machine multiplies such numbers itself and the model's slopes are those of full
     precision; "full" never does; "bfloat16" wants it on any machine, and refuses a model whose slopes are others.
     """
     planned = [stage for stage in suite.stages if stage.precision != "full"]
     if planned and precision != "full" and (precision == "bfloat16" or native(device)):
-        if alike(model, as_model(model, source.images(torch.arange(min(TRIED, len(source)))), device), threat):
+        if alike(model, as_model(model, source.images(torch.arange(min(TRIED, len(source)))), device), threat, most):
             return suite
         if precision == "bfloat16":
             raise UserError(
@@ -60,28 +62,32 @@ def native(device: torch.device) -> bool:
     return device.type == "cpu" and any(bool(ask()) for ask in asked if ask is not None)
 
 
-def alike(model: nn.Module, x: Tensor, threat: ThreatModel) -> bool:
+def alike(model: nn.Module, x: Tensor, threat: ThreatModel, most: int = TRIED) -> bool:
     """Whether answers and their slopes at points near the images are in bfloat16 what they are in full precision."""
     if x.dtype != torch.float32:
         return False
     points = threat.random_start(x, torch.arange(len(x), device=x.device), Key(0).fold("reduced"))
     try:
-        exact, slopes = _answers(model, points)
+        exact, slopes = _answers(model, points, most)
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            coarse, coarse_slopes = _answers(model, points, exact.argmax(dim=1))
+            coarse, coarse_slopes = _answers(model, points, most, exact.argmax(dim=1))
     except Exception:  # whatever a model has against it, it is searched in full precision
         return False
     # What all logits have in common decides nothing, but it is what leaves coarse ones no room for their differences.
     moved = (coarse - exact) - (coarse - exact).mean(dim=1, keepdim=True)
     near = moved.abs().amax(dim=1) <= APART * (exact.amax(dim=1) - exact.amin(dim=1))
     cosine = nn.functional.cosine_similarity(slopes, coarse_slopes)
-    return bool((near & (cosine >= ALIKE)).double().mean() >= MOST)
+    return bool((near & (cosine >= ALIKE)).double().mean() >= ENOUGH)
 
 
-def _answers(model: nn.Module, points: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _answers(model: nn.Module, points: Tensor, most: int, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Logits, and for each point the gradient of the margin of class y: by default of the class that leads."""
+    answers, slopes = list[Tensor](), list[Tensor]()
     with untouched(model), torch.enable_grad():
-        at = points.detach().clone().requires_grad_(True)
-        logits = logits_of(model, at)
-        slopes = input_gradient(margin(logits, logits.argmax(dim=1) if y is None else y), at)
-        return logits.detach().double(), slopes.flatten(1).double()
+        for rows in torch.split(torch.arange(len(points), device=points.device), most):
+            at = points[rows].detach().requires_grad_(True)
+            logits = logits_of(model, at)
+            label = logits.argmax(dim=1) if y is None else y[rows]
+            slopes.append(input_gradient(margin(logits, label), at).flatten(1).double())
+            answers.append(logits.detach().double())
+    return torch.cat(answers), torch.cat(slopes)

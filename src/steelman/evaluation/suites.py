@@ -67,7 +67,7 @@ def _first(threat: ThreatModel) -> list[Stage]:
         _coarse("margin", _climb(threat, steps=12, loss="probability-margin")),
         # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
         # boundary is nearer, however far its logit.
-        _coarse("targets", _nearest(threat, targets=2)),
+        _coarse("targets", _nearest(threat, targets=2), share=0.5),
         _coarse("diversified", _restarts(threat, 4, "probability-margin", start="diversified"), share=0.06),
         _coarse("restarts", _restarts(threat, 4, "margin"), share=0.04),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
@@ -83,13 +83,12 @@ def fast(threat: ThreatModel) -> Suite:
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then two targets for all, and all targets and more queries for those nearest to falling; AutoAttack's on
-    one survivor in 50.
+    """`fast`, then more targets and more queries for those nearest to falling; AutoAttack's on one survivor in 50.
 
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        _coarse("far targets", _nearest(threat, targets=4)),
+        _coarse("far targets", _nearest(threat, targets=4), share=0.5),
         _coarse("all targets", _climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
         Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.03),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
