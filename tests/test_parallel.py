@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import ATTACKS, PGD
-from steelman.attacks.parallel import LEAST
+from steelman.attacks import ATTACKS, PGD, Problem
+from steelman.attacks.parallel import LEAST, MOST, search_in_parts
+from steelman.rng import Key
 from steelman.threat import ThreatModel
 from tests.oracles import rand
 from tests.settings import ATTACK_SETTINGS
@@ -80,6 +81,23 @@ def test_the_answers_do_not_depend_on_the_threads(name: str) -> None:
     if one.distance is not None:
         torch.testing.assert_close(two.distance, one.distance)
         torch.testing.assert_close(two.nearest, one.nearest)
+
+
+def test_each_thread_gets_as_many_parts() -> None:
+    """Three parts on two threads would leave one of them waiting for a third of the time."""
+    sizes: list[int] = []
+
+    def note(problem: Problem) -> None:
+        sizes.append(len(problem.x))
+
+    model, x, y = a_batch()
+    for n, parts in ((N, 2), (2 * MOST, 2), (2 * MOST + 1, 4), (4 * MOST, 4)):
+        sizes.clear()
+        many = x[:1].repeat(n, 1, 1, 1)
+        search_in_parts(note, Problem(model, many, y[:1].repeat(n), ThreatModel(eps=0.2), key=Key(0)))
+        assert len(sizes) == parts
+        assert sum(sizes) == n
+        assert max(sizes) <= MOST
 
 
 def test_targets_and_indices_go_with_their_samples() -> None:

@@ -124,6 +124,26 @@ def test_restarts_only_ever_help(keep: Any, norm: Norm) -> None:
     assert (losses[3] > losses[0])[~fooled[3]].any(), "restarts are meant to differ"
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 1.0}, {"start": "diversified"}, {"loss": "kl"}, {"keep": "last"}])
+@pytest.mark.parametrize("targeted", [False, True])
+def test_restarts_together_find_what_they_find_in_turn(options: dict[str, Any], targeted: bool) -> None:
+    model, x, y = samples(40)
+    target = (y + 1) % 3 if targeted and options.get("loss") != "kl" else None
+    turn, together = (
+        PGD(steps=3, restarts=4, together=on, **options).run(model, x, y, LINF.at(0.06), key=Key(1), target=target)
+        for on in (False, True)
+    )
+    assert torch.equal(turn.success, together.success)
+    assert 0 < int(turn.success.sum()) < 40
+    stood = ~turn.success
+    torch.testing.assert_close(turn.x_adv[stood], together.x_adv[stood])
+    assert torch.equal(turn.forwards[stood], together.forwards[stood])
+    assert torch.equal(turn.backwards[stood], together.backwards[stood])
+    assert (together.forwards >= turn.forwards).all()
+    got = model(together.x_adv).argmax(dim=1)
+    assert torch.equal(got != y if target is None else got == target, together.success)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 1.0])
 def test_a_sample_meets_the_same_restarts_in_any_batch(momentum: float) -> None:
     model, x, y = samples(12)

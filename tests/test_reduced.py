@@ -175,6 +175,7 @@ def test_the_evidence_says_what_ran_and_stands(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "e" / "evidence.json").read_text())
     assert [stage["precision"] for stage in record["suite"]["stages"]] == ["bfloat16", "full"]
     assert [stage["settings"].get("precision") for stage in record["stages"]] == ["bfloat16", None]
+    assert record["curve_attack"].startswith("PGD-20 in bfloat16")
     assert check(tmp_path / "e").broken > 0  # each of them puts to the model in full precision
 
 

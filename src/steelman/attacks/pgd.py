@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Annotated, ClassVar, Literal, cast
@@ -35,14 +36,14 @@ class PGD(Search):
     With momentum mu, g <- mu g + grad / mean|grad| (MIM); without, g = grad.
 
     Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `decay` is the last step's size as a
-    share of the first's, with a cosine in between; `start` is uniform in the threat model,
-    uniform in its ball (outside the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified
-    (two steps from a uniform draw along a random direction of the logits); `keep`
-    "best" returns each sample's first success, or else its point of highest loss, and drops fallen samples from the
-    loop, while "last" returns the last point, as a training attack wants it; `mode` is the mode the model is attacked
-    in (its batch-norm statistics never move). `head_scale` False divides logits by the head's scale before the loss, as
-    the published evaluation of hypersphere embedding did, and is a weaker attack for it; `head_margin` True climbs the
-    training loss, margin included: the adaptive attack.
+    share of the first's, with a cosine in between; `start` is uniform in the threat model, uniform in its ball (outside
+    the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified (two steps from a uniform
+    draw along a random direction of the logits); `keep` "best" returns each sample's first success, or else its point
+    of highest loss, and drops fallen samples from the loop, while "last" returns the last point, as a training attack
+    wants it; `mode` is the mode the model is attacked in (its batch-norm statistics never move); `together` takes all
+    restarts side by side, which is quicker for a few samples, and the same for those that withstand. `head_scale` False
+    divides logits by the head's scale before the loss, as the published evaluation of hypersphere embedding did, and is
+    a weaker attack for it; `head_margin` True climbs the training loss, margin included: the adaptive attack.
 
     Madry et al. (2018), Eq. (2); Dong et al. (2018), "Boosting Adversarial Attacks with Momentum", Eq. (6).
 
@@ -65,6 +66,7 @@ class PGD(Search):
     momentum: Annotated[Number, Field(ge=0)] = 0.0
     keep: Literal["best", "last"] = "best"
     mode: Mode = "eval"
+    together: bool = False
     head_scale: bool = True
     head_margin: bool = False
 
@@ -88,6 +90,10 @@ class PGD(Search):
                 f"expected keep 'last' and 1 restart, got keep {self.keep!r} and {self.restarts}"
             )
         return self
+
+    @property
+    def copies(self) -> int:
+        return self.restarts if self.together else 1
 
     def at(self, ratio: float) -> PGD:
         """The attack for a radius `ratio` times the one its step size was made for."""
@@ -121,13 +127,20 @@ class PGD(Search):
                 logits = problem.logits(points, rows)
             problem.keep(points, logits, torch.zeros_like(logits[:, 0]), rows)
             return
-        climbed = _Climbed(self, problem)
-        for restart in range(self.restarts):
+        climbed, each = _Climbed(self, problem), range(self.restarts)
+        for runs in [each] if self.together else [[restart] for restart in each]:
             rows = problem.alive()
             if len(rows) == 0:
                 return
-            begin = self._begin(problem, rows, problem.key.fold("restart", restart), first=restart == 0)
-            self._search(problem, climbed, rows, begin)
+            begins = [
+                self._begin(problem, rows, problem.key.fold("restart", restart), first=restart == 0) for restart in runs
+            ]
+            if len(runs) == 1:
+                self._search(problem, climbed, rows, begins[0])
+                continue
+            copies = problem.spread(rows, len(runs))
+            self._search(copies, climbed.of(copies, rows.repeat(len(runs))), copies.alive(), torch.cat(begins))
+            problem.gather(copies, rows)
 
     def _begin(self, problem: Problem, rows: Tensor, key: Key, *, first: bool = True) -> Tensor:
         x, threat, index = problem.x[rows], problem.threat, problem.index[rows]
@@ -226,6 +239,14 @@ class _Climbed:
             self.reference = clean
             if needs == "target":  # towards the runner-up class
                 self.target = clean.scatter(1, problem.y[:, None], float("-inf")).argmax(dim=1)
+
+    def of(self, copies: Problem, rows: Tensor) -> _Climbed:
+        """The same for a problem made of the samples `rows` of this one."""
+        climbed = copy.copy(self)
+        climbed.problem = copies
+        climbed.target = None if self.target is None else self.target[rows]
+        climbed.reference = None if self.reference is None else self.reference[rows]
+        return climbed
 
     def head_that_matters(self) -> Head | None:
         """The head whose scale or margin the attack sees otherwise than the model shows it, if there is one."""

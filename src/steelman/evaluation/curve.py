@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from steelman.attacks import PGD, Found
+from steelman.attacks.engine import Precision
 from steelman.evaluation.cascade import Runner
 from steelman.evaluation.masking import flag
 from steelman.evaluation.result import CurvePoint, Flag
@@ -30,8 +31,14 @@ def ratios(run: Runner) -> tuple[float, ...]:
 
 def measured_with(suite: Suite) -> str:
     """What the curve is measured with, in words."""
-    name = f"PGD-{CURVE_ATTACK.steps}"
+    name, precision = f"PGD-{CURVE_ATTACK.steps}", searched_in(suite)
+    name = name if precision == "full" else f"{name} in {precision}"
     return name if suite.protocol else f"{name} (at eps itself, all of the pilot's attacks)"
+
+
+def searched_in(suite: Suite) -> Precision:
+    """What the curve's points are looked for in: the coarsest of any stage. They are judged in full precision."""
+    return "bfloat16" if any(stage.precision == "bfloat16" for stage in suite.stages) else "full"
 
 
 def curve_rows(run: Runner) -> Tensor:
@@ -67,7 +74,9 @@ def correct_at(
         tried = (standing if ratio > 1 else standing & ~withstood).nonzero()[:, 0]
         part, label = x[tried], y[tried]
         index = run.index(rows[tried.cpu()])
-        found = attack.run(run.model, part, label, wider, index=index, key=run.key.fold("curve"))
+        found = attack.run(
+            run.model, part, label, wider, index=index, key=run.key.fold("curve"), precision=searched_in(run.suite)
+        )
         if keep is not None and ratio <= 1:
             keep(tried, found)
         standing[tried] = (run.answers(found.x_adv).argmax(dim=1) == label) | ~wider.contains(found.x_adv, part)

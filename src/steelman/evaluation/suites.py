@@ -46,8 +46,8 @@ def _nearest(threat: ThreatModel, targets: int) -> Search:
     return _climb(threat, "multi-targeted", steps=10, targets=targets, candidates=9)
 
 
-def _restarts(threat: ThreatModel, restarts: int, loss: str, **options: Any) -> Search:
-    return _climb(threat, steps=25, restarts=restarts, loss=loss, **options)
+def _restarts(threat: ThreatModel, loss: str, **options: Any) -> Search:
+    return _for_few(_climb(threat, steps=25, restarts=4, loss=loss, **options))
 
 
 def _coarse(name: str, attack: Search, share: float = 1.0) -> Stage:
@@ -68,8 +68,8 @@ def _first(threat: ThreatModel) -> list[Stage]:
         # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
         # boundary is nearer, however far its logit.
         _coarse("targets", _nearest(threat, targets=2), share=0.5),
-        _coarse("diversified", _restarts(threat, 4, "probability-margin", start="diversified"), share=0.06),
-        _coarse("restarts", _restarts(threat, 4, "margin"), share=0.04),
+        _coarse("diversified", _restarts(threat, "probability-margin", start="diversified"), share=0.06),
+        _coarse("restarts", _restarts(threat, "margin"), share=0.04),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
         Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.02),
         Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
