@@ -77,7 +77,7 @@ def test_the_answers_do_not_depend_on_the_threads(name: str) -> None:
     assert torch.equal(two.success, one.success)
     assert torch.equal(two.forwards, one.forwards)
     # A sample takes part in the backward of the step at which it falls if any other in its part has not.
-    assert int((two.backwards - one.backwards).abs().max()) <= 1
+    assert int((two.backwards - one.backwards).abs().max()) <= getattr(attack, "draws", 1)
     if one.distance is not None:
         torch.testing.assert_close(two.distance, one.distance)
         torch.testing.assert_close(two.nearest, one.nearest)

@@ -23,7 +23,7 @@ from steelman.threat import ThreatModel
 if TYPE_CHECKING:
     from steelman.attacks.problem import Problem
 
-MOST, LEAST = 64, 16  # points of a batch in a part: more leave the caches, fewer are not worth a thread
+MOST, LEAST = 64, 32  # points of a batch in a part: more leave the caches, fewer are not worth a thread
 
 
 def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies: int = 1) -> None:

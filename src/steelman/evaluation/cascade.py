@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from steelman.attacks import Search
 from steelman.attacks.base import check_range, logits_of, untouched
-from steelman.attacks.parallel import MOST
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.account import doubts
@@ -24,6 +23,8 @@ from steelman.evaluation.stages import Stage, Suite
 from steelman.losses import margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
+
+JUDGED = 32  # points that a CPU judges at once
 
 
 @dataclasses.dataclass
@@ -302,5 +303,5 @@ class Runner:
                 self.key.fold("answers").integer()
             )  # for a random model: the seed decides, not the caller
             # On a CPU, what a larger batch computes leaves the caches.
-            parts = torch.split(x, MOST) if x.device.type == "cpu" else (x,)
+            parts = torch.split(x, JUDGED) if x.device.type == "cpu" else (x,)
             return torch.cat([logits_of(self.model, part) for part in parts])
