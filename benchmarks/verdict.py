@@ -1,7 +1,7 @@
 """The verdict beside AutoAttack: robust accuracy, wall time, passes, and the samples that only one of them broke.
 
     python benchmarks/verdict.py                         # both models; interrupted, it goes on at the next part
-    python benchmarks/verdict.py --quick                 # 10 and 20 images: does it work?
+    python benchmarks/verdict.py --quick                 # 10 images each: does it work?
     python benchmarks/verdict.py --all                   # and MNIST's 10,000 test images with `standard`
     python benchmarks/verdict.py --cases mnist:1000:fast # one model, so many images (from 0, or mnist:1000:fast:500),
                                                          # these suites alone
@@ -36,8 +36,8 @@ from steelman.evaluation.harness import versions
 from steelman.threat import ThreatModel
 
 SEEDS = range(5)
-# The test images of CIFAR-10 before number 4,000 were looked at while the suites were made.
-CASES = ["cifar:1000:fast,standard:4000", "mnist:1000:fast,standard:0"]
+# The test images of CIFAR-10 before number 5,000 were looked at while the suites were made.
+CASES = ["cifar:1000:fast,standard:5000", "mnist:1000:fast,standard:0"]
 EPOCHS = 8  # of the recipe's 15, for the model of CIFAR-10
 AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
 
@@ -216,7 +216,7 @@ def load(which: str, samples: int, first: int, options: argparse.Namespace) -> C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="10 and 20 images; prints the page only")
+    parser.add_argument("--quick", action="store_true", help="10 images each; prints the page only")
     parser.add_argument("--cases", nargs="*", default=CASES, help="model:images:suite,suite:first image")
     parser.add_argument("--batch-size", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
@@ -242,7 +242,7 @@ def main() -> None:
         "not rescale its schedule, where its default does); `full` has the same",
         "components and budgets on this package's engine. Time ratios are to the first row. Nobody's word is taken: a",
         "sample counts as broken if its point is in the threat model and the model, in full precision, gets it wrong.",
-        "The suites' shares and budgets were chosen on training images. Of CIFAR-10's test images the first 4,000 were",
+        "The suites' shares and budgets were chosen on training images. Of CIFAR-10's test images the first 5,000 were",
         "looked at on the way, and so were MNIST's.",
         "",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gzip
+import io
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -323,16 +325,30 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(
     check(item, tmp_path)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_disk_that_fills_up_while_downloading_ends_the_matter(server: Server, tmp_path: Path) -> None:
-    downloads = tmp_path / "tiny" / "downloads"
-    downloads.mkdir(parents=True)
-    (downloads / f"{IMAGES}.part").symlink_to("/dev/full")
+class FullDisk(io.FileIO):
+    """A file on a disk without room."""
+
+    def write(self, _: Any, /) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_fills_up_while_downloading_ends_the_matter(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        return FullDisk(path, mode) if path.suffix == ".part" else real(path, mode, *arguments, **options)
+
     folder = write_files(tmp_path / "share", FILES)
     item = record(ARRAYS, official=web(server.base, FILES), debian=Folder(folder, IDX, ""))
-    with pytest.raises(StorageError, match="No space left on device; free some space"):
-        run(item, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        with pytest.raises(StorageError, match="No space left on device; free some space"):
+            run(item, tmp_path)
     assert not store.stored("tiny", tmp_path).exists()
+    run(item, tmp_path)
+    check(item, tmp_path)
 
 
 def test_two_at_once_fetch_once(server: Server, tmp_path: Path) -> None:
