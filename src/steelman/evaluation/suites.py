@@ -43,11 +43,11 @@ def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
 
 def _nearest(threat: ThreatModel, targets: int) -> Search:
     """Steps towards the classes whose boundaries are nearest, of the nine of highest logit, which are AutoAttack's."""
-    return _climb(threat, "multi-targeted", steps=10, targets=targets, candidates=9)
+    return _climb(threat, "multi-targeted", steps=25, targets=targets, candidates=9)
 
 
-def _restarts(threat: ThreatModel, loss: str, **options: Any) -> Search:
-    return _for_few(_climb(threat, steps=25, restarts=4, loss=loss, **options))
+def _restarts(threat: ThreatModel, steps: int, loss: str) -> Search:
+    return _for_few(_climb(threat, steps=steps, restarts=4, loss=loss, start="diversified"))
 
 
 def _coarse(name: str, attack: Search, share: float = 1.0) -> Stage:
@@ -67,9 +67,9 @@ def _first(threat: ThreatModel) -> list[Stage]:
         _coarse("margin", _climb(threat, steps=12, loss="probability-margin")),
         # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
         # boundary is nearer, however far its logit.
-        _coarse("targets", _nearest(threat, targets=2), share=0.5),
-        _coarse("diversified", _restarts(threat, "probability-margin", start="diversified"), share=0.06),
-        _coarse("restarts", _restarts(threat, "margin"), share=0.04),
+        _coarse("targets", _nearest(threat, targets=2), share=0.3),
+        _coarse("diversified", _restarts(threat, 20, "probability-margin"), share=0.15),
+        _coarse("restarts", _restarts(threat, 25, "margin"), share=0.06),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
         Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.02),
         Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
@@ -88,7 +88,7 @@ def standard(threat: ThreatModel) -> Suite:
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        _coarse("far targets", _nearest(threat, targets=4), share=0.5),
+        _coarse("far targets", _nearest(threat, targets=4), share=0.25),
         _coarse("all targets", _climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
         Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.03),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
