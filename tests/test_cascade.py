@@ -16,6 +16,7 @@ from steelman.data.source import ArraySource, Source
 from steelman.evaluation import Evaluation, Stage, Suite, evaluate, harness, verify
 from steelman.evaluation.evidence import read_bundle
 from steelman.evaluation.ledger import ROBUST, WRONG, digests
+from steelman.evaluation.protocols import full
 from steelman.evaluation.suites import fast, standard
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import Net, a_model
@@ -244,6 +245,25 @@ def doubtful(first: Attack) -> Suite:
             Stage(name="escalated pgd", attack=strong, escalation=True),
         ),
     )
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+@pytest.mark.parametrize("make", [fast, standard])
+def test_the_sentinel_and_the_escalation_are_all_of_autoattack(make: Any, norm: Any) -> None:
+    """Its attacks and budgets: for the sentinel's few laid out otherwise, in doubt for every survivor as they are."""
+    threat = ThreatModel(norm=norm, eps=0.05)
+    official = {stage.name: stage.described() for stage in full(threat).stages}
+    stages = make(threat).stages
+    doubt = {stage.name.removeprefix("escalated "): stage for stage in stages if stage.escalation}
+    assert {name: stage.described() for name, stage in doubt.items()} == official
+    assert all(stage.share == 1 for stage in doubt.values())
+    watch = {stage.name.removeprefix("sentinel "): stage.described() for stage in stages if stage.sentinel}
+    layout = {"together", "ahead"}
+    assert [*watch] == [*official]
+    for name, settings in watch.items():
+        assert {k: v for k, v in settings.items() if k not in layout} == {
+            k: v for k, v in official[name].items() if k not in layout
+        }
 
 
 def test_a_sentinel_that_breaks_something_sends_all_survivors_through_everything(tmp_path: Path) -> None:
