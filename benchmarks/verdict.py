@@ -126,6 +126,8 @@ def port(case: Case, batch_size: int, seed: int = 0) -> dict[str, Any]:
 
 def again(case: Case, disputed: list[int], batch_size: int) -> dict[str, Any]:
     """AutoAttack on these samples alone, with further seeds: in how many of them it breaks each."""
+    if not disputed:
+        return {"broken": {}}
     few = dataclasses.replace(case, x=case.x[disputed], y=case.y[disputed])
     left = Counter(row for seed in AGAIN for row in port(few, batch_size, seed)["left"])
     return {"broken": {str(sample): len(AGAIN) - left[row] for row, sample in enumerate(disputed)}}
