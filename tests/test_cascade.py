@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import PGD, Attack
+from steelman.attacks.multi_targeted import MultiTargeted
 from steelman.data.source import ArraySource, Source
 from steelman.evaluation import Evaluation, Stage, Suite, evaluate, harness, verify
 from steelman.evaluation.evidence import read_bundle
@@ -264,6 +265,25 @@ def test_the_sentinel_and_the_escalation_are_all_of_autoattack(make: Any, norm: 
         assert {k: v for k, v in settings.items() if k not in layout} == {
             k: v for k, v in official[name].items() if k not in layout
         }
+
+
+def test_what_every_targeted_stage_breaks_is_weighed_against_the_untargeted_ones(tmp_path: Path) -> None:
+    blind = Stage(name="blind", attack=PGD(steps=1, step_size=1e-6, start="zero"))
+    towards = [
+        Stage(name="short", attack=MultiTargeted(steps=3), share=0.3),
+        Stage(name="long", attack=MultiTargeted(steps=20)),
+    ]
+    flags = []
+    for stages in ([blind], [blind, *towards]):
+        suite = Suite(name="two kinds", stages=tuple(stages))
+        found = run(tmp_path / str(len(stages)), suite, threat=ThreatModel(eps=0.2)).found
+        assert found.verdict is not None
+        flags.append({flag.name: flag for flag in found.verdict.flags})
+    broken = [stage.broken for stage in found.stages][1:]
+    assert min(broken) > 0
+    assert "targeted ahead" not in flags[0]
+    assert flags[1]["targeted ahead"].figure == sum(broken) / 120
+    assert flags[1]["targeted ahead"].raised
 
 
 def test_a_sentinel_that_breaks_something_sends_all_survivors_through_everything(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def doubts(run: Runner) -> list[Flag]:
                     "precision, does not confirm: its answers change",
                 )
             )
-    by_name = {record.name: record for record in run.records}
-    if "targets" in by_name:
-        share = by_name["targets"].broken / max(run.total, 1)
+    targeted = [record.broken for record in run.records if record.settings["attack"] == "MultiTargeted"]
+    if targeted and not run.suite.protocol:  # whose attacks are not one another's rest
+        share = sum(targeted) / max(run.total, 1)
         found.append(
             flag(
                 "targeted ahead",

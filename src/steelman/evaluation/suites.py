@@ -41,9 +41,10 @@ def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
     return ATTACKS[name](step_size=threat.eps or None, decay=0.1, **options)
 
 
-def _nearest(threat: ThreatModel, targets: int) -> Search:
-    """Steps towards the classes whose boundaries are nearest, of the nine of highest logit, which are AutoAttack's."""
-    return _climb(threat, "multi-targeted", steps=25, targets=targets, candidates=9)
+def _nearest(threat: ThreatModel, steps: int, start: str = "uniform") -> Search:
+    """Steps towards the three classes whose boundaries are nearest, of the nine of highest logit, which are
+    AutoAttack's."""
+    return _climb(threat, "multi-targeted", steps=steps, targets=3, candidates=9, start=start)
 
 
 def _restarts(threat: ThreatModel, steps: int, loss: str) -> Search:
@@ -66,8 +67,9 @@ def _first(threat: ThreatModel) -> list[Stage]:
         _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
         _coarse("margin", _climb(threat, steps=10, loss="probability-margin")),
         # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
-        # boundary is nearer, however far its logit.
-        _coarse("targets", _nearest(threat, targets=3), share=0.3),
+        # boundary is nearer, however far its logit, and however far its margin says it is from falling.
+        _coarse("short targets", _nearest(threat, steps=5)),
+        _coarse("targets", _nearest(threat, steps=25), share=0.25),
         _coarse("diversified", _restarts(threat, 20, "probability-margin"), share=0.12),
         _coarse("restarts", _restarts(threat, 25, "margin"), share=0.06),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
@@ -88,9 +90,9 @@ def standard(threat: ThreatModel) -> Suite:
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
     more = [
-        _coarse("far targets", _nearest(threat, targets=4), share=0.25),
-        _coarse("all targets", _climb(threat, "multi-targeted", steps=10, start="diversified"), share=0.25),
-        Stage(name="dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.03),
+        _coarse("other starts", _nearest(threat, steps=10, start="diversified"), share=0.5),
+        Stage(name="dlr", attack=ATTACKS["apgd-t"](steps=50, targets=3), share=0.12),
+        Stage(name="long dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.015),
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
