@@ -34,6 +34,7 @@ from torch import Tensor
 from steelman.evaluation import evaluate, interval
 from steelman.evaluation.evidence import read_bundle
 from steelman.evaluation.harness import versions
+from steelman.evaluation.suites import suite_named
 from steelman.threat import ThreatModel
 
 SEEDS = range(5)
@@ -45,10 +46,13 @@ EPOCHS = 8  # of the recipe's 15, for the model of CIFAR-10
 AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
 
 
-def kept(path: Path, compute: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What is in a file already, or is computed now and put there; and when that was."""
-    if not path.exists():
-        path.write_text(json.dumps(compute(*arguments)))
+def kept(
+    path: Path, compute: Callable[..., dict[str, Any]], *arguments: Any, settings: object = None
+) -> dict[str, Any]:
+    """What is in a file already, or is computed now and put there; and when that was. What was computed with other
+    `settings` is computed again."""
+    if not path.exists() or json.loads(path.read_text()).get("settings") != settings:
+        path.write_text(json.dumps({**compute(*arguments), "settings": settings}))
     record: dict[str, Any] = json.loads(path.read_text())
     finished = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
     return {**record, "finished": f"{finished:%Y-%m-%d %H:%M}"}
@@ -89,6 +93,12 @@ def ours(
         "stages": {stage.name: stage.seconds for stage in found.stages},
         "reduced": [stage.name for stage in found.stages if stage.settings.get("precision", "full") != "full"],
     }
+
+
+def plan_of(suite: str, case: Case) -> list[list[Any]]:
+    """A suite's stages as plain values: what another version of the package may have otherwise."""
+    stages = suite_named(suite, ThreatModel(eps=case.eps["linf"])).stages
+    return [[stage.name, stage.share, stage.described()] for stage in stages]
 
 
 def port(case: Case, batch_size: int, seed: int = 0) -> dict[str, Any]:
@@ -209,9 +219,10 @@ def _summary(suite: str, records: list[dict[str, Any]], base: dict[str, Any]) ->
     passes = sorted(_passes(base) / _passes(record) for record in records)
     middle = len(records) // 2
     reduced = sorted({stage for record in records for stage in record["reduced"]})
+    aim = f"; aimed at: 1/{AIM[suite]}" if suite in AIM else ""
     return (
         f"`{suite}` is at or below AutoAttack in {low} of {len(records)} seeds. It takes 1/{times[middle]:.1f} of its "
-        f"time (median; slowest 1/{times[0]:.1f}, quickest 1/{times[-1]:.1f}; aimed at: 1/{AIM[suite]}) and "
+        f"time (median; slowest 1/{times[0]:.1f}, quickest 1/{times[-1]:.1f}{aim}) and "
         f"1/{passes[middle]:.0f} of its F + B. Of its own time {_share(records, 'pilot'):.0%} is the pilot's, "
         f"{_share(records, 'sentinel'):.0%} the sentinel's, and {1 - _share(records, ''):.0%} is spent outside the "
         f"stages (self-test, checks, evidence). In bfloat16 it searched {', '.join(reduced) or 'nowhere'}."
@@ -256,6 +267,17 @@ def load(which: str, samples: int, first: int, options: argparse.Namespace) -> C
     )
 
 
+def check_there(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Whatever is missing, better known now than in an hour."""
+    if "torchattacks" in options.official:
+        importlib.import_module("torchattacks")
+    if not options.trades.is_file() and (options.all or any(case.startswith("mnist") for case in options.cases)):
+        parser.error(
+            f"--trades: expected the MNIST model that was published with TRADES, and {options.trades} is no file; "
+            "without --all, and with --cases of cifar alone, it is not needed"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="10 images each; prints the page only")
@@ -270,8 +292,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="the MNIST model on all 10,000 images with `standard`")
     parser.add_argument("--minutes", type=float, default=60, help="of these 10,000; an escalation would take hours")
     options = parser.parse_args()
-    if "torchattacks" in options.official:
-        importlib.import_module("torchattacks")  # if it is missing, better known now than in an hour
+    check_there(options, parser)
     parts = [[*case.split(":"), "0"][:4] for case in options.cases]
     few = 100 if options.quick else 1
     plan = [(which, int(samples) // few, suites, int(begin)) for which, samples, suites, begin in parts]
@@ -297,7 +318,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         runs = {
             suite: [
-                kept(folder / f"{suite}-{seed}.json", ours, case, suite, seed, folder / f"{suite}-{seed}", size)
+                kept(
+                    folder / f"{suite}-{seed}.json",
+                    ours,
+                    case,
+                    suite,
+                    seed,
+                    folder / f"{suite}-{seed}",
+                    size,
+                    settings=plan_of(suite, case),
+                )
                 for seed in range(options.seeds)
             ]
             for suite in suites.split(",")
@@ -306,11 +336,14 @@ def main() -> None:
         if "torchattacks" in options.official:
             official["AutoAttack (torchattacks)"] = kept(folder / "torchattacks.json", port, case, size)
         if "full" in options.official:
-            official["full"] = kept(folder / "full.json", ours, case, "full", 0, folder / "full", size)
+            official["full"] = kept(
+                folder / "full.json", ours, case, "full", 0, folder / "full", size, settings=plan_of("full", case)
+            )
         retried = {}
         if "torchattacks" in options.official:
             base = official["AutoAttack (torchattacks)"]
-            retried = kept(folder / "again.json", again, case, disputes(base, runs), size)["broken"]
+            disputed = disputes(base, runs)
+            retried = kept(folder / "again.json", again, case, disputed, size, settings=disputed)["broken"]
         lines += table(case, official, runs, retried)
         print("\n".join(lines), flush=True)
     if options.all:
@@ -318,7 +351,8 @@ def main() -> None:
         folder = options.work / "mnist-10000"
         folder.mkdir(parents=True, exist_ok=True)
         place = folder / "standard"
-        record = kept(folder / "standard.json", ours, case, "standard", 0, place, size, options.minutes)
+        path, plan_there = folder / "standard.json", plan_of("standard", case)
+        record = kept(path, ours, case, "standard", 0, place, size, options.minutes, settings=plan_there)
         lines += [
             "## All 10,000 images of MNIST",
             "",

@@ -17,8 +17,8 @@ from steelman.data.source import ArraySource, Source
 from steelman.evaluation import Evaluation, Stage, Suite, evaluate, harness, verify
 from steelman.evaluation.evidence import read_bundle
 from steelman.evaluation.ledger import ROBUST, WRONG, digests
-from steelman.evaluation.protocols import full
-from steelman.evaluation.suites import fast, standard
+from steelman.evaluation.protocols import autoattack
+from steelman.evaluation.suites import fast, full, standard
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import Net, a_model
 from tests.oracles import LinearClassifier
@@ -249,11 +249,19 @@ def doubtful(first: Attack) -> Suite:
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_full_is_autoattack_after_a_pilot_whose_breaks_count(norm: Any) -> None:
+    pilot, *rest = full(threat := ThreatModel(norm=norm, eps=0.05)).stages
+    assert pilot.pilot
+    assert tuple(rest) == autoattack(threat)
+    assert all(stage.share == 1 and not stage.sentinel and not stage.escalation for stage in rest)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 @pytest.mark.parametrize("make", [fast, standard])
 def test_the_sentinel_and_the_escalation_are_all_of_autoattack(make: Any, norm: Any) -> None:
     """Its attacks and budgets: for the sentinel's few laid out otherwise, in doubt for every survivor as they are."""
     threat = ThreatModel(norm=norm, eps=0.05)
-    official = {stage.name: stage.described() for stage in full(threat).stages}
+    official = {stage.name: stage.described() for stage in autoattack(threat)}
     stages = make(threat).stages
     doubt = {stage.name.removeprefix("escalated "): stage for stage in stages if stage.escalation}
     assert {name: stage.described() for name, stage in doubt.items()} == official
@@ -358,10 +366,12 @@ class Cheat:
             return 1 - x
         if self.kind == "nan":
             return torch.full_like(x, math.nan)
+        if self.kind == "in place":  # its radius seen from where it has put the image is 0
+            return x.neg_().add_(1)
         return x - 1
 
 
-@pytest.mark.parametrize("kind", ["far", "nan", "below"])
+@pytest.mark.parametrize("kind", ["far", "nan", "below", "in place"])
 def test_a_point_outside_never_counts_and_moves_no_margin(tmp_path: Path, kind: str) -> None:
     before = run(tmp_path / "before", Suite(name="one", stages=(FIRST,)))
     stages = (Stage(name="cheat", attack=Cheat(kind)), FIRST)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from steelman.attacks.eot import EOT
 from steelman.compat import LABELS, NORMS, AutoAttack
 from steelman.errors import UserError
-from steelman.evaluation.protocols import full
+from steelman.evaluation.protocols import autoattack
 from steelman.threat import ThreatModel
 from tests.oracles import LinearProblem, linear_problem
 
@@ -97,7 +97,7 @@ def test_versions_have_the_packages_attacks_and_budgets() -> None:
 
     standard = options("standard")
     assert list(standard) == ["apgd-ce", "apgd-t", "fab-t", "square"]
-    stages = full(ThreatModel(eps=0.3)).stages
+    stages = autoattack(ThreatModel(eps=0.3))
     assert list(standard.values()) == [stage.attack for stage in stages]
     assert [LABELS[name] for name in standard] == [stage.name for stage in stages]  # and so the noise is the same
     plus: Any = options("plus")
@@ -269,3 +269,12 @@ def test_with_nothing_right_the_images_come_back() -> None:
     x_adv, labels = adversary.run_standard_evaluation(problem.x, 1 - problem.y, return_labels=True)
     assert torch.equal(x_adv, problem.x)
     assert torch.equal(labels, problem.y)
+
+
+def test_what_else_scripts_ask_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(2, 1, 2, 2)
+    adversary = AutoAttack(net, eps=0.1, seed=7, log_path=tmp_path / "log.txt")
+    assert (adversary.get_seed(), AutoAttack(net).get_seed()) == (7, 0)
+    assert torch.equal(adversary.get_logits(x), net(x))
+    adversary.logger.log("a line of the script's own")
+    assert capsys.readouterr().out == (tmp_path / "log.txt").read_text() == "a line of the script's own\n"

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import beta
 from torch import Tensor, nn
 
-from steelman.attacks import PGD, Found
+from steelman.attacks import ATTACKS, PGD, Found
 from steelman.attacks.eot import EOT
 from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
@@ -634,3 +634,41 @@ def test_the_default_attacks_are_what_their_names_say() -> None:
         "PGD-20": PGD(steps=20),
         "PGD-20 margin": PGD(steps=20, loss="margin"),
     } == DEFAULT_ATTACKS
+
+
+class TestSuitesThatAreNone:
+    """Refused with a sentence, before anything runs."""
+
+    @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+    def test_a_share_is_above_0_and_at_most_1(self, share: float) -> None:
+        with pytest.raises(UserError, match="expected a share above 0 and at most 1, got"):
+            Stage(name="some", attack=PGD(), share=share)
+
+    def test_an_attack_can_be_called(self) -> None:
+        with pytest.raises(UserError, match="some: expected an attack, got 'pgd'"):
+            Stage(name="some", attack="pgd")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="some: FAB cannot begin from given points"):
+            Stage(name="some", attack=ATTACKS["fab"](), warm=True)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"suite": ["fast"]}, "suite: expected a name, a Suite or attacks by label, got list"),
+            ({"suite": {"PGD": "pgd"}}, "PGD: expected an attack, got 'pgd'"),
+            ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
+            ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+            ({"samples": "all"}, "samples: expected a whole number, got 'all'"),
+            ({"suite": "full", "precision": "bfloat16"}, "precision: .*bfloat16"),
+        ],
+    )
+    def test_evaluate_says_what_it_wants(self, options: dict[str, Any], message: str) -> None:
+        net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)
+        with pytest.raises(UserError, match=message):
+            harness.evaluate(net, x, net(x).argmax(dim=1), ThreatModel(eps=0.1), **{"suite": "fast", **options})
+
+    def test_numpys_numbers_are_numbers(self, tmp_path: Path) -> None:
+        net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)
+        whole: dict[str, Any] = {"seed": np.int64(3), "samples": np.int64(2), "batch_size": np.int32(2)}
+        data = (x, net(x).argmax(dim=1))
+        found = evaluate(net, data, ThreatModel(eps=0.1), {"PGD": PGD(steps=2)}, out=tmp_path / "o", **whole)
+        assert (found.seed, found.total) == (3, 2)

@@ -212,6 +212,11 @@ def noise(size: float) -> Callable[[Tensor], Tensor]:
     return lambda z: z + size * torch.randn_like(z)
 
 
+def absent(logit: float, count: int = 1) -> Callable[[Tensor], Tensor]:
+    """Classes that are not there, as models hide them: roundings measured by such a logit drown every success."""
+    return lambda z: torch.cat((z, torch.full_like(z[:, :1], logit).expand(-1, count)), dim=1)
+
+
 def scaled(factor: float, offset: float = 0.0) -> Case:
     return Case(lambda: Liar(after=lambda z: factor * z + offset))
 
@@ -300,6 +305,15 @@ LIARS: dict[str, Case] = {
     "NaN where it would be wrong": around(nan_if_moved, "undefined answers"),
     "NaN for some images": around(lambda base, x, near: torch.where(x[:, 0, :1, 0] > 0.8, math.nan, base(x)), "logits"),
     "lost in roundings once moved": around(offset_ring, "coarse answers"),
+    "an absent class at -1e4": Case(lambda: Liar(after=absent(-1e4))),
+    "an absent class at -1e6": Case(lambda: Liar(after=absent(-1e6))),
+    "absent classes at -1e9": Case(lambda: Liar(after=absent(-1e9, 7))),
+    "an absent class, and an offset": Case(
+        lambda: Liar(after=lambda z: absent(-1e6)(z + 2e3)), ("wrong by a rounding", "coarse answers")
+    ),
+    "an absent class and the batch's mean": Case(
+        lambda: Liar(after=lambda z: absent(-1e6)(z - 0.5 * z.mean(dim=0))), ("batch",)
+    ),
 }
 
 
@@ -347,6 +361,7 @@ KINDS: tuple[str, ...] = (
     "x 1000",
     "x 1e-6",
     "offset 1e4",
+    "an absent class at -1e6",
     "HE of scale 15",
     "softmax, saturated",
     "sawtooth",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +153,47 @@ def test_what_was_kept_of_another_question_is_no_answer(tmp_path: Path, monkeypa
     assert found.verdict is not None
     assert "transfer stronger" in {flag.name for flag in found.verdict.flags}
     assert found.curve[0].total == 32
+
+
+def test_a_suite_that_does_not_count_what_the_pilot_breaks_is_suspect_for_it() -> None:
+    def flags(*stages: Stage) -> dict[str, float]:
+        verdict = evaluate(a_model(), the_data(), None, THREAT, Suite(name="s", stages=stages)).verdict
+        assert verdict is not None
+        assert (verdict.trust == "suspect") == ("pilot stronger" in {flag.name for flag in verdict.flags})
+        return {flag.name: flag.figure for flag in verdict.flags}
+
+    assert flags(IDLE)["pilot stronger"] > 0.05
+    assert "pilot stronger" not in flags(*SUITE.stages)
+    assert "pilot stronger" not in flags(Stage(name="strong", attack=PGD(steps=20, restarts=3, loss="margin")))
+
+
+@pytest.mark.parametrize("surrogate", [False, True])
+def test_stages_are_not_taken_over_from_another_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surrogate: bool
+) -> None:
+    """Who is left to them depends on what the pilot broke."""
+    steps = PGD(steps=2, step_size=0.02)
+    suite = Suite(name="half", stages=(*SUITE.stages[:1], Stage(name="one", attack=steps, share=0.5), IDLE))
+    options = {"surrogates": [a_model()]} if surrogate else {"curve": False}
+    measured = pilot._measure
+
+    def breaks_nobody(*arguments: Any, **named: Any) -> dict[str, Tensor]:
+        part = measured(*arguments, **named)
+        return {**part, "broken": torch.zeros_like(part["broken"])}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pilot, "_measure", breaks_nobody)
+        for _ in range(20):  # a batch at a time, until there is one of the first stage
+            run(tmp_path / "out", suite, batch_size=4, minutes=1e-9)
+            if list((tmp_path / "out" / "work").glob("01-*")):
+                break
+    assert list((tmp_path / "out" / "work").glob("01-*"))
+    went_on = run(tmp_path / "out", suite, batch_size=4, **options)
+    whole = run(tmp_path / "whole", suite, batch_size=4, **options)
+    assert [replace(one, seconds=0) for one in went_on] == [replace(one, seconds=0) for one in whole]
+    verify(tmp_path / "out", model=a_model(), source=the_data())
+    for name in ("samples.safetensors", "evidence.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_the_time_may_run_out_in_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from steelman.attacks import ATTACKS
 from steelman.errors import UserError
 from steelman.evaluation.harness import evaluate
-from steelman.evaluation.protocols import PROTOCOLS, InTurn, full
+from steelman.evaluation.protocols import PROTOCOLS, InTurn, autoattack
 from steelman.evaluation.stages import Suite, describe
 from steelman.evaluation.suites import SUITES
 from steelman.rng import Key
@@ -128,7 +128,7 @@ def test_pas_has_two_published_step_sizes() -> None:
 
 
 def test_the_aa_column_is_autoattack_standard() -> None:
-    assert attacks(PROTOCOLS["rat"](PIXELS))["AA"].attacks == tuple(stage.attack for stage in full(PIXELS).stages)
+    assert attacks(PROTOCOLS["rat"](PIXELS))["AA"].attacks == tuple(stage.attack for stage in autoattack(PIXELS))
 
 
 @pytest.mark.parametrize(("name", "norm"), [("rat", "l2"), ("he-blackbox", "l1"), ("pas", "l1")])

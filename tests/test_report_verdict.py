@@ -150,9 +150,32 @@ def test_what_is_not_complete_or_was_escalated_says_so() -> None:
     text = part(late, "verdict")
     assert "Complete no: the time ran out in “sentinel FAB”" in text
     assert "The time ran out before all attacks had run." in text
+    assert "Escalated not reached" in text
     assert "Escalated yes: all of AutoAttack on every survivor" in part(a_cascade(escalated=True), "verdict")
     said = printed(replace(late, verdict=replace(late.verdict, escalated=True)))  # type: ignore[type-var]
     assert "Trust: sound, not complete, escalated" in said
+
+
+def test_a_suspect_verdict_speaks_of_signs_only_where_there_are_some() -> None:
+    late = part(a_cascade(trust="suspect", complete=False, reasons=("the time ran out",)), "verdict")
+    assert "No check speaks against the attacks" in late
+    assert "signs that attacks failed" not in late
+    masked = part(a_cascade(trust="suspect", complete=False, flags=(a_flag(raised=True),)), "verdict")
+    assert "signs that attacks failed" in masked
+
+
+def test_a_sample_that_was_not_reached_is_not_shown_as_attacked() -> None:
+    gallery = tuple(replace(one, attack="") for one in a_cascade().gallery)
+    assert gallery
+    text = part(a_cascade(gallery=gallery), "gallery")
+    assert f"sample {gallery[0].index}, not attacked yet" in text
+
+
+def test_a_curve_of_no_samples_is_not_drawn() -> None:
+    found = a_cascade()
+    assert found.curve
+    nobody = tuple(replace(point, correct=0, total=0) for point in found.curve)
+    assert part(replace(found, curve=nobody), "curve") == ""
 
 
 def test_stages_are_in_the_table_with_their_cost_so_far() -> None:
@@ -295,7 +318,7 @@ def test_flags_are_explained_with_figure_limit_and_consequence_the_gravest_first
     assert max(order[:3]) < min(order[3:])
     assert "NaN at 12 points. Figure 12 Raised above 0 Consequence the verdict is invalid" in text
     assert "the gradient is zero. Figure 34% Raised above 5% Consequence the verdict is suspect" in text
-    assert "Figure 20% Raised above 10% Consequence worth knowing; the trust stays" in text
+    assert "Figure 20% Raised above 10% Consequence the trust stays; a suite that can escalate does" in text
     assert "Figure 1% Raised above 5% Consequence the verdict would be suspect" in text
     assert "of tomorrow Figure 0.042% Raised above 0% Consequence" in text
     # What a flag says when it is raised is not said of one that is not.

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
-from steelman.attacks import PGD
+from steelman.attacks import ATTACKS, PGD
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import evaluate, evidence, verify
+from steelman.evaluation import Stage, Suite, evaluate, evidence, verify
 from steelman.evaluation.consistency import MEASURED
 from steelman.evaluation.evidence import DamagedError, read_bundle
 from steelman.evaluation.ledger import ROBUST, WRONG
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import EPS, FIRST, Forged, N, Net, a_model, check, the_data
+from tests.evidence_helpers import EPS, FIRST, SUITE, Forged, N, Net, a_model, check, the_data
 
 # What is true is accepted.
 
@@ -333,6 +333,35 @@ PLANS: dict[str, tuple[Callable[[Forged], Any], str]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_what_contradicts_the_plan_is_noticed_without_the_model(bundle: Path, name: str) -> None:
     rejected(bundle, *PLANS[name], by=verify)
+
+
+@pytest.mark.parametrize("name", ["targeted ahead", "accuracy levels off"])
+def test_flags_that_follow_from_stages_and_curve_are_what_follows(tmp_path: Path, name: str) -> None:
+    towards = Stage(name="towards", attack=ATTACKS["multi-targeted"](steps=3))
+    suite = Suite(name="targets", stages=(SUITE.stages[0], towards))
+    for forge in ("none", "deleted", "changed"):
+        out = tmp_path / forge
+        evaluate(a_model(), the_data(), None, ThreatModel(eps=EPS), suite, out=out, gallery=0)
+        forged = Forged(out)
+        (flag,) = (one for one in forged.record["verdict"]["flags"] if one["name"] == name)
+        if forge == "deleted":
+            without_flag(forged, name)
+        elif forge == "changed":
+            flag["figure"] = flag["figure"] + 0.001
+        forged.write()
+        if forge == "none":
+            verify(out)
+            continue
+        with pytest.raises(DamagedError, match=f"the flag '{name}' says"):
+            verify(out)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.reshape(-1, 1, 2, 8), lambda x: x.view(torch.int32)])
+def test_pictures_of_another_shape_or_type_are_other_pictures(bundle: Path, change: Callable[[Tensor], Tensor]) -> None:
+    path = bundle / "gallery.safetensors"
+    path.write_bytes(save({name: change(images) for name, images in load_file(path).items()}))
+    with pytest.raises(DamagedError, match="gallery"):
+        verify(bundle)
 
 
 def test_every_cascade_measures_the_flags_that_are_asked_for(original: Path) -> None:

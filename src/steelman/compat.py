@@ -59,7 +59,9 @@ class AutoAttack:
     which keeps the evidence when the run is done; the model is attacked on the device it is on, and `device` is for a
     function that has none. A model that nothing true can be said of (random without version 'rand', in train mode, with
     answers that depend on the batch) is refused, where the package warns. In L1 there is no Square here, and Auto-PGD
-    does not begin with larger radii.
+    does not begin with larger radii. ``set_version`` takes back what was set on the attacks; of their attributes, those
+    that the versions differ in and the budgets can be set, and others are refused. The attacks that flags are measured
+    with break nothing here: what is returned is AutoAttack's.
 
     `evaluation` is the whole answer of the last run: the verdict and how far to trust it, every attack's passes.
 
@@ -162,6 +164,8 @@ class AutoAttack:
 
     def clean_accuracy(self, x_orig: Tensor, y_orig: Tensor, bs: int = 250) -> float:
         """The share of the images that the model gets right."""
+        if bs < 1:
+            raise UserError(f"expected bs of at least 1, got {bs}")
         source, (model, device), right = _Images(x_orig, y_orig), self._model(x_orig), 0
         for rows in torch.split(torch.arange(len(source)), bs):
             x = as_model(model, source.images(rows), device)
@@ -195,7 +199,7 @@ class AutoAttack:
         source, (model, device) = _Images(x, y), self._model(x)
         if bs < 1 or not self.epsilon > 0:
             raise UserError(f"expected bs of at least 1 and eps above 0, got {bs} and {self.epsilon}")
-        threat, seed = ThreatModel(norm=NORMS[self.norm], eps=self.epsilon), int(self.seed or 0)
+        threat, seed = ThreatModel(norm=NORMS[self.norm], eps=self.epsilon), self.get_seed()
         how: dict[str, Any] = {"batch_size": bs, "seed": seed, "curve": curve, "device": device}
         with tempfile.TemporaryDirectory(prefix="steelman-") as scratch:
             out = Path(scratch if state_path is None else state_path)
@@ -251,6 +255,19 @@ class AutoAttack:
         low, high = verdict.interval
         self._say(f"robust accuracy: {verdict.robust_accuracy:.2%} (95% interval {low:.2%} to {high:.2%})")
         self._say(f"trust: {verdict.trust}" + "".join(f"\n- {reason}" for reason in verdict.reasons))
+
+    def get_seed(self) -> int:
+        """The seed in use."""
+        return int(self.seed or 0)
+
+    def get_logits(self, x: Tensor) -> Tensor:
+        """What the model says of images."""
+        return self.model(x)
+
+    @property
+    def logger(self) -> types.SimpleNamespace:
+        """Something with a ``log(line)``, as scripts call it."""
+        return types.SimpleNamespace(log=self._say)
 
     def _say(self, line: str) -> None:
         """A line on the screen, if that is wanted, and in the log, if there is one."""

@@ -70,6 +70,34 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     return targeted_margin(logits, y, target) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
+FAR = 1e3  # a class in play is at most so many times further below zero than the leading two are from it
+
+
+def in_play(logits: Tensor) -> Tensor:
+    """Which classes can matter. Models hide classes that are not there behind a logit such as -1e6, and its size says
+    nothing of the others: neither how far they are apart nor how far they are rounded.
+
+    >>> in_play(torch.tensor([[2.0, 1.0, -7.0, -1e6]]))
+    tensor([[ True,  True,  True, False]])
+    """
+    leading = logits.topk(min(2, logits.shape[1]), dim=1).values.abs().amax(dim=1, keepdim=True)
+    return logits >= -FAR * leading
+
+
+def magnitude(logits: Tensor) -> Tensor:
+    """max |z_j| over the classes in play: what roundings of logits are measured by."""
+    return logits.abs().where(in_play(logits), 0).amax(dim=1)
+
+
+def spread(logits: Tensor) -> Tensor:
+    """max z_j - min z_j over the classes in play.
+
+    >>> spread(torch.tensor([[2.0, 1.0, -7.0, -1e6]]))
+    tensor([9.])
+    """
+    return logits.amax(dim=1) - logits.where(in_play(logits), float("inf")).amin(dim=1)
+
+
 def kl(logits: Tensor, reference: Tensor) -> Tensor:
     """KL(softmax(reference) || softmax(z)), the pair term of TRADES."""
     log_p, log_q = F.log_softmax(reference, dim=1), F.log_softmax(logits, dim=1)

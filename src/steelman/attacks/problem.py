@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from steelman.attacks.base import input_gradient, logits_of
 from steelman.attacks.parallel import StoppedError
 from steelman.errors import UserError
+from steelman.losses import magnitude
 from steelman.rng import Key
 from steelman.threat import ThreatModel, norms
 
@@ -220,7 +221,7 @@ class Problem:
         logits = logits.detach()
         label = (self.y if self.target is None else self.target)[rows][:, None]
         lead = (logits.gather(1, label) - logits.scatter(1, label, float("-inf")).amax(dim=1, keepdim=True))[:, 0]
-        return lead.abs() > 32 * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+        return lead.abs() > 32 * torch.finfo(logits.dtype).eps * magnitude(logits)
 
     def _check(self, logits: Tensor, count: int) -> None:
         """Refuse, at the first answer, a model or labels that nothing can be said of."""

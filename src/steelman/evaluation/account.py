@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steelman.evaluation.ledger import pilot_size
 from steelman.evaluation.masking import flag
 from steelman.evaluation.result import Example, Flag, Score
 
@@ -18,6 +19,10 @@ TARGETED_AHEAD = 0.1
 OUTSIDE = 0.05
 # What an attack may take for a success and full precision does not, before one doubts that both saw one model.
 REFUTED = 0.05
+# What the attacks that flags are measured with may break and a suite without a pilot leave.
+PILOT_AHEAD = 0.05
+# How many samples may be wrong by no more than roundings, before one doubts what roundings are measured by.
+UNCLEAR = 0.05
 
 
 def doubts(run: Runner) -> list[Flag]:
@@ -73,6 +78,32 @@ def doubts(run: Runner) -> list[Flag]:
                 TARGETED_AHEAD,
                 "sound",
                 f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
+            )
+        )
+    if not any(stage.pilot or stage.escalation for stage in run.suite.stages):
+        share = int((run.piloted & run.ledger.alive).sum()) / pilot_size(run.total)
+        if share > PILOT_AHEAD:
+            found.append(
+                flag(
+                    "pilot stronger",
+                    share,
+                    PILOT_AHEAD,
+                    "suspect",
+                    f"{share:.0%} of the samples that checks were made on fell to the checks' own attacks, which this "
+                    "suite does not count, and to none of its own",
+                )
+            )
+    right = max(int(run.ledger.right.sum()), 1)
+    share, limit = int(run.unclear.sum()) / right, UNCLEAR + 1 / right
+    if share > limit:
+        found.append(
+            flag(
+                "wrong by a rounding",
+                share,
+                limit,
+                "suspect",
+                f"for {share:.0%} of the samples the model was wrong at a point, but by no more than what sums of such "
+                "numbers differ by; those points were not counted",
             )
         )
     if run.nonfinite:

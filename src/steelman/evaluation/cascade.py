@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import Search
-from steelman.attacks.base import check_range, logits_of, untouched
+from steelman.attacks.base import check_range, logits_of, reseed, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.account import doubts
@@ -20,7 +20,7 @@ from steelman.evaluation.checks import ContractError, as_model, check_finite
 from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.evaluation.result import Flag, StageRecord
 from steelman.evaluation.stages import Stage, Suite
-from steelman.losses import margin
+from steelman.losses import magnitude, margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -52,6 +52,9 @@ class Runner:
         self.outside: dict[str, int] = {}
         self.refuted: dict[str, int] = {}
         self.nonfinite = 0
+        self.unclear = torch.zeros(self.total, dtype=torch.bool)  # who was wrong somewhere by no more than roundings
+        self.piloted = torch.zeros(self.total, dtype=torch.bool)  # whom the attacks of the flags broke
+        self.question = ""  # what the pilot was asked besides: who is left to the stages depends on it
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
         self.advanced = False  # whether this call has attacked a batch: however little time, it gets on by one
@@ -123,7 +126,7 @@ class Runner:
         """One stage on its samples; False if the time ran out."""
         rows, done = self._whom(stage), 0
         attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
-        parts = self.batches(f"{number:02d}", rows, attack, deadline, most=self.batch_size // copies)
+        parts = self.batches(f"{number:02d}{self.question}", rows, attack, deadline, most=self.batch_size // copies)
         self.take(number)
         for part_rows, part in parts:
             self.take(number, part)
@@ -157,6 +160,7 @@ class Runner:
         self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
         self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
         self.nonfinite += int(part["nonfinite"])
+        self.unclear[part["rows"]] |= part["unclear"]
         broken = int(part["broken"].sum()) if self.suite.protocol else before - int(ledger.alive.sum())
         so_far = self.records[-1]
         self.records[-1] = dataclasses.replace(
@@ -192,15 +196,16 @@ class Runner:
             raise UserError("the data have changed since this evaluation began")
         key, index, attack = self.key.fold(stage.name), self.index(rows), stage.attack
         started = time.perf_counter()
+        given = x.clone(), y.clone()  # an attack that works in place must not move what it is judged by
         counts, claimed = torch.zeros(2, len(rows), dtype=torch.int64), torch.zeros_like(y, dtype=torch.bool)
         if isinstance(attack, Search):
             start = self.ledger.points(rows, x) if stage.warm else None
             found = attack.run(
-                self.model, x, y, self.threat, index=index, key=key, start=start, precision=stage.precision
+                self.model, *given, self.threat, index=index, key=key, start=start, precision=stage.precision
             )
             x_adv, claimed, counts = found.x_adv, found.success, torch.stack((found.forwards, found.backwards)).cpu()
         else:
-            x_adv = attack(self.model, x, y, self.threat, index=index, key=key)
+            x_adv = attack(self.model, *given, self.threat, index=index, key=key)
         return self.judged(stage.name, rows, x, y, x_adv, claimed, counts, time.perf_counter() - started)
 
     def judged(
@@ -227,11 +232,12 @@ class Runner:
         logits = torch.where(finite[:, None], logits, 0)
         lead = -margin(logits, y).double()
         # By more than what sums differ by in another batch, or who checks it may find it right.
-        clear = lead < -16 * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+        clear = lead < -16 * torch.finfo(logits.dtype).eps * magnitude(logits)
         return {
             "rows": rows,
             "x_adv": x_adv,
             "broken": inside & finite & clear,
+            "unclear": inside & finite & (lead < 0) & ~clear,
             "guess": logits.argmax(dim=1),
             "margin": torch.where(finite, nearness(logits, y), math.inf),
             "lead": lead,
@@ -299,9 +305,7 @@ class Runner:
         if len(x) == 0:  # many a model cannot take none
             return torch.empty(0, 2, device=x.device)
         with untouched(self.model), torch.no_grad():
-            torch.manual_seed(
-                self.key.fold("answers").integer()
-            )  # for a random model: the seed decides, not the caller
+            reseed(self.model, self.key.fold("answers").integer())  # for a random model: the seed decides, nobody else
             # On a CPU, what a larger batch computes leaves the caches.
             parts = torch.split(x, JUDGED) if x.device.type == "cpu" else (x,)
             return torch.cat([logits_of(self.model, part) for part in parts])

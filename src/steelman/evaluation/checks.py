@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import Source
 from steelman.errors import UserError
+from steelman.losses import magnitude, spread
 from steelman.threat import ThreatModel
 
 TRIED = 4  # images on which a model's manners are looked at
@@ -141,8 +142,7 @@ def coarse(logits: Tensor) -> Tensor:
     >>> coarse(torch.tensor([[1.0, 2.0], [1e7, 1e7 + 2]]))
     tensor([False,  True])
     """
-    spread = logits.amax(dim=1) - logits.amin(dim=1)
-    return spread < COARSE * torch.finfo(logits.dtype).eps * logits.abs().amax(dim=1)
+    return spread(logits) < COARSE * torch.finfo(logits.dtype).eps * magnitude(logits)
 
 
 def check_finite(logits: Tensor, what: str) -> None:
@@ -193,9 +193,8 @@ def _others(x: Tensor) -> Tensor:
 def _differ(a: Tensor, b: Tensor) -> Tensor:
     """Where answers differ by more than sums in another order do; a neighbour's pixels make a difference of another
     kind."""
-    spread = b.amax(dim=1) - b.amin(dim=1)
-    rounding = 64 * torch.finfo(b.dtype).eps * b.abs().amax(dim=1)
-    return ~((a - b).abs().amax(dim=1) <= 1e-3 * spread + rounding)
+    rounding = 64 * torch.finfo(b.dtype).eps * torch.maximum(b.abs(), magnitude(b)[:, None])
+    return ~((a - b).abs() <= 1e-3 * spread(b)[:, None] + rounding).all(dim=1)
 
 
 def _first(model: nn.Module, source: Source, device: torch.device) -> Tensor:

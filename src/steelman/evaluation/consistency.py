@@ -156,6 +156,12 @@ def _flags(bundle: Bundle) -> None:
     broken = sum(done["broken"] for done in record["stages"] if done["name"] in sentinels)
     if sentinels and figures.get("sentinel broken") != broken:
         raise DamagedError(f"the sentinel broke {broken} samples, and the flag says {figures.get('sentinel broken')}")
+    climbs = [done["broken"] for done in record["stages"] if done["settings"]["attack"] == "MultiTargeted"]
+    if climbs and figures.get("targeted ahead") != sum(climbs) / record["total"]:
+        raise DamagedError("what the targeted stages broke is not what the flag 'targeted ahead' says")
+    counts = [point["correct"] for point in record["curve"]]
+    if counts and counts[0] and figures.get("accuracy levels off") != counts[-1] / counts[0]:
+        raise DamagedError("where the curve ends is not what the flag 'accuracy levels off' says")
     doubt = any(flag["raised"] for flag in verdict["flags"]) and any(stage["escalation"] for stage in plan)
     if verdict["escalated"] != doubt:
         raise DamagedError("the verdict is escalated without a flag, or not in spite of one")

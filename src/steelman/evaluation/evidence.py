@@ -107,6 +107,9 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         size = max(min(SHARD, SHARD_BYTES // max(image.numel() * image.element_size(), 1)), 1)
         for shard, rows in enumerate(torch.split(broken, size) if len(broken) else ()):
             put(f"adversarial-{shard:04d}.safetensors", {"rows": rows, "images": ledger.kept(rows)})
+        for path in folder.glob("adversarial-*.safetensors"):  # of an evaluation whose time ran out, which broke more
+            if path.name not in files:
+                path.unlink()
         record = {
             "format": FORMAT,
             **settings,
@@ -147,6 +150,7 @@ def _gallery_digest(found: Evaluation) -> str:
         said = (one.index, one.label, one.clean_prediction, one.adversarial_prediction, one.attack)
         digest.update(repr(said).encode())
         for image in (one.clean, one.adversarial):
+            digest.update(repr((str(image.dtype), tuple(image.shape))).encode())
             digest.update(image.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import platform
 import tempfile
 import time
@@ -89,21 +90,18 @@ def evaluate(
     """
     started = time.monotonic()
     chosen = _chosen(suite, threat)
-    if samples is not None and samples < 1:
-        raise UserError(f"samples: expected at least 1, got {samples}")
+    seed, batch_size, gallery = _whole("seed", seed), _whole("batch_size", batch_size, 1), _whole("gallery", gallery, 0)
+    samples = None if samples is None else _whole("samples", samples, 1)
     if minutes is not None and not minutes > 0:
         raise UserError(f"minutes: expected a time above 0, got {minutes}")
-    if batch_size < 1:
-        raise UserError(f"batch_size: expected at least 1, got {batch_size}")
     if precision not in CHOICES:
         raise UserError(f"precision: expected one of {', '.join(CHOICES)}, got {precision!r}")
-    if gallery < 0:
-        raise UserError(f"gallery: expected 0 or more samples, got {gallery}")
     out = None if out is None else Path(out)
     with contextlib.ExitStack() as stack:
         check_model(model)
         source = _source(x, y, threat)
         device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        _check_surrogates(surrogates, device)
         # Whatever the caller computes in, the answers are judged in full precision, and attacks need gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -187,7 +185,28 @@ def evaluate(
 def _chosen(suite: str | Suite | Mapping[str, Attack], threat: ThreatModel) -> Suite:
     if isinstance(suite, Suite):
         return suite
+    if not isinstance(suite, (str, Mapping)):
+        raise UserError(f"suite: expected a name, a Suite or attacks by label, got {type(suite).__name__}")
     return suite_named(suite, threat) if isinstance(suite, str) else protocol(suite)
+
+
+def _whole(name: str, value: int, least: int | None = None) -> int:
+    """A whole number of any kind as Python's own, for it is written down."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name}: expected a whole number, got {value!r}") from None
+    if least is not None and number < least:
+        raise UserError(f"{name}: expected at least {least}, got {value}")
+    return number
+
+
+def _check_surrogates(surrogates: Sequence[nn.Module], device: torch.device) -> None:
+    for surrogate in surrogates:
+        check_model(surrogate)
+        place = next((parameter.device for parameter in surrogate.parameters()), device)
+        if place.type != device.type:
+            raise UserError(f"surrogates: expected models on {device}, where the model is, got one on {place}")
 
 
 def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:

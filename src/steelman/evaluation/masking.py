@@ -17,7 +17,7 @@ from steelman.attacks.base import input_gradient, logits_of, untouched
 from steelman.errors import UserError
 from steelman.evaluation.checks import coarse
 from steelman.evaluation.result import Flag, Trust
-from steelman.losses import adversarial_loss, margin
+from steelman.losses import adversarial_loss, margin, spread
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -198,7 +198,7 @@ def measure(
     if surrogates:
         carried = torch.zeros_like(white)
         for surrogate in surrogates:
-            _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin")
+            _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin", keep="last")
             fooled = _wrong(model, points, y, batch_size) & threat.contains(points, x)
             carried |= fooled
             if keep is not None:
@@ -240,13 +240,13 @@ def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch_s
         with untouched(model), torch.enable_grad():
             points = part.detach().clone().requires_grad_(True)
             logits = logits_of(model, points)
-            spread = (logits.amax(dim=1) - logits.amin(dim=1)).detach()
+            apart = spread(logits.detach())
             try:
                 gradient = input_gradient(margin(logits, label), points)
             except UserError:
                 return None
         size = gradient.flatten(1).double().abs().sum(dim=1) * (threat.high - threat.low)
-        found.append(torch.where(size > 0, size / spread.double(), 0))
+        found.append(torch.where(size > 0, size / apart.double(), 0))
     return torch.cat(found)
 
 

@@ -85,12 +85,14 @@ def look_ahead(
         return [], ()
     looking = functools.partial(_measure, run, surrogates, curve=curve)
     # What was kept is what would be measured now.
-    kept = "-".join(("pilot", *([] if curve else ["plain"]), *(weights_digest(one)[:16] for one in surrogates)))
-    for part_rows, part in run.batches(kept, rows, looking, deadline, most=BATCH):
+    asked = [*([] if curve else ["plain"]), *(weights_digest(one)[:16] for one in surrogates)]
+    run.question = "".join(f"-{what}" for what in asked)
+    for part_rows, part in run.batches(f"pilot{run.question}", rows, looking, deadline, most=BATCH):
         if curve:
             correct += part.pop("curve")[0]
         if not run.suite.protocol:
             seen.append({name: part.pop(name) for name in list(part) if name.split(",")[0] in SIGNS})
+        run.piloted[part_rows] = part.get("broken", torch.tensor(False))
         for number in numbers:
             run.take(number, part)
         done += len(part_rows)

@@ -25,7 +25,7 @@ TRADES_EPS, TRADES_STEP = 0.031, 0.003
 MNIST_LEAST = 0.1
 
 
-def full(threat: ThreatModel) -> Suite:
+def autoattack(threat: ThreatModel) -> tuple[Stage, ...]:
     """The components and budgets of AutoAttack standard, each on the samples that the ones before left.
 
     Croce and Hein (2020). In l1, which Square here does not know, the other three, of which APGD has more restarts and
@@ -38,7 +38,7 @@ def full(threat: ThreatModel) -> Suite:
         Stage(name="FAB-T", attack=ATTACKS["fab-t"](steps=100, targets=9)),
         Stage(name="Square", attack=ATTACKS["square"](queries=5000)),
     ]
-    return Suite(name="full", stages=tuple(s for s in stages if threat.norm in getattr(s.attack, "norms", ())))
+    return tuple(stage for stage in stages if threat.norm in getattr(stage.attack, "norms", ()))
 
 
 @settings
@@ -217,7 +217,7 @@ def rat(threat: ThreatModel) -> Suite:
             "PGD-20": ATTACKS["pgd"](steps=20, step_size=step),
             "CW-20": ATTACKS["cw-linf"](steps=20, step_size=step),
             "AA": InTurn(
-                attacks=tuple(stage.attack for stage in full(threat).stages if isinstance(stage.attack, Search))
+                attacks=tuple(stage.attack for stage in autoattack(threat) if isinstance(stage.attack, Search))
             ),
             "RayS acc": ATTACKS["rays"](queries=10_000),
         },

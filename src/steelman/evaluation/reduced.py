@@ -13,7 +13,7 @@ from steelman.data.source import Source
 from steelman.errors import UserError
 from steelman.evaluation.checks import as_model
 from steelman.evaluation.stages import Suite
-from steelman.losses import margin
+from steelman.losses import margin, spread
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -40,6 +40,10 @@ def settled(
     precision; "full" never does; "bfloat16" wants it on any machine, and refuses a model whose slopes are others.
     """
     planned = [stage for stage in suite.stages if stage.precision != "full"]
+    if precision == "bfloat16" and not planned:
+        raise UserError(
+            f"precision: suite {suite.name} has no stage that may be searched in bfloat16; expected auto or full"
+        )
     if planned and precision != "full" and (precision == "bfloat16" or native(device)):
         if alike(model, as_model(model, source.images(torch.arange(min(TRIED, len(source)))), device), threat, most):
             return suite
@@ -75,7 +79,7 @@ def alike(model: nn.Module, x: Tensor, threat: ThreatModel, most: int = TRIED) -
         return False
     # What all logits have in common decides nothing, but it is what leaves coarse ones no room for their differences.
     moved = (coarse - exact) - (coarse - exact).mean(dim=1, keepdim=True)
-    near = moved.abs().amax(dim=1) <= APART * (exact.amax(dim=1) - exact.amin(dim=1))
+    near = moved.abs().amax(dim=1) <= APART * spread(exact)
     cosine = nn.functional.cosine_similarity(slopes, coarse_slopes)
     return bool((near & (cosine >= ALIKE)).double().mean() >= ENOUGH)
 

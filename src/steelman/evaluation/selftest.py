@@ -138,7 +138,7 @@ def _check_gradient(model: nn.Module, x: Tensor) -> None:
 
 def _breaks(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor:
     """Where the attack's points lie inside the threat model and fool the model; its own word does not count."""
-    x_adv = attack(model, x, y, threat)
+    x_adv = attack(model, x.clone(), y.clone(), threat)
     if x_adv.shape != x.shape:
         return torch.zeros(len(x), dtype=torch.bool)
     with untouched(model), torch.no_grad():

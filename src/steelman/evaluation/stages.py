@@ -41,6 +41,14 @@ class Stage:
     pilot: bool = False
     precision: Precision = "full"
 
+    def __post_init__(self) -> None:
+        if not callable(self.attack):
+            raise UserError(f"{self.name}: expected an attack, got {self.attack!r}")
+        if not 0 < self.share <= 1:
+            raise UserError(f"{self.name}: expected a share above 0 and at most 1, got {self.share}")
+        if self.warm and not getattr(self.attack, "warm", False):
+            raise UserError(f"{self.name}: {type(self.attack).__name__} cannot begin from given points")
+
     def described(self) -> dict[str, Any]:
         """Its attack's settings as plain values, and what the search runs in if that is not full precision."""
         reduced = {} if self.precision == "full" else {"precision": self.precision}

@@ -9,24 +9,24 @@ from typing import Any
 from steelman.attacks import ATTACKS, Search
 from steelman.errors import unknown
 from steelman.evaluation.pilot import Pilot
-from steelman.evaluation.protocols import PROTOCOLS, full
+from steelman.evaluation.protocols import PROTOCOLS, autoattack
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel
 
 AHEAD = 16  # squares that the sentinel asks about at once
+PILOT = Stage(name="pilot", attack=Pilot(), pilot=True)
 
 
 def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: float) -> Suite:
     """The stages that know the norm; then AutoAttack's own attacks, on a few and, when there is doubt, on all."""
     known = [stage for stage in stages if threat.norm in getattr(stage.attack, "norms", (threat.norm,))]
-    official = full(threat).stages
+    official = autoattack(threat)
     watch = [
         dataclasses.replace(s, name=f"sentinel {s.name}", attack=_for_few(s.attack), share=sentinel, sentinel=True)
         for s in official
     ]
     doubt = [dataclasses.replace(s, name=f"escalated {s.name}", escalation=True) for s in official]
-    pilot = Stage(name="pilot", attack=Pilot(), pilot=True)
-    return Suite(name=name, stages=(pilot, *known, *watch, *doubt))
+    return Suite(name=name, stages=(PILOT, *known, *watch, *doubt))
 
 
 def _for_few(attack: Any) -> Search:
@@ -85,7 +85,8 @@ def fast(threat: ThreatModel) -> Suite:
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then more targets and more queries for those nearest to falling; AutoAttack's on one survivor in 50.
+    """`fast`, then other starts, longer climbs and more queries for those nearest to falling; AutoAttack's on one
+    survivor in 50.
 
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
@@ -96,6 +97,11 @@ def standard(threat: ThreatModel) -> Suite:
         Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
+
+
+def full(threat: ThreatModel) -> Suite:
+    """The components and budgets of AutoAttack standard, each on the samples that the ones before left."""
+    return Suite(name="full", stages=(PILOT, *autoattack(threat)))
 
 
 SUITES: dict[str, Callable[[ThreatModel], Suite]] = {"fast": fast, "standard": standard, "full": full, **PROTOCOLS}

@@ -23,7 +23,7 @@ from steelman.errors import UserError
 from steelman.evaluation.consistency import check_consistency
 from steelman.evaluation.evidence import Bundle, DamagedError, read_bundle, weights_digest
 from steelman.evaluation.ledger import ROBUST, WRONG, digests, nearness
-from steelman.losses import margin
+from steelman.losses import magnitude, margin
 from steelman.precision import full_precision
 
 BATCH, BATCH_BYTES = 256, 1 << 26
@@ -155,7 +155,7 @@ def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked
     threat, y = bundle.threat, bundle.samples["label"][rows]
     if asked is not None and x_adv.dtype != asked.dtype:
         raise DamagedError(f"expected adversarial images in {asked.dtype}, as the model has it, got {x_adv.dtype}")
-    x = source.images(rows).to(x_adv.dtype)
+    x = source.images(rows).to(x_adv)
     if x.shape != x_adv.shape:
         raise DamagedError(f"expected adversarial images of shape {tuple(x.shape[1:])}, got {tuple(x_adv.shape[1:])}")
     if len(far := rows[~threat.contains(x_adv, x)]):
@@ -177,13 +177,13 @@ def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked
 def _says(logits: Tensor, claimed: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether the claimed class wins; one that ties but for roundings may have won in another batch."""
     behind = logits.amax(dim=1) - logits.gather(1, claimed[:, None])[:, 0]
-    return behind <= ROUNDINGS * torch.finfo(dtype).eps * logits.abs().amax(dim=1)
+    return behind <= ROUNDINGS * torch.finfo(dtype).eps * magnitude(logits)
 
 
 def _margins(logits: Tensor, y: Tensor, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
     """(name, value, how far from it is near) of the margin and the lead."""
     lead, near = -margin(logits, y), nearness(logits, y)
-    noise = ROUNDINGS * torch.finfo(dtype).eps * logits.abs().amax(dim=1)
+    noise = ROUNDINGS * torch.finfo(dtype).eps * magnitude(logits)
     spread = logits.std(dim=1, correction=0)
     plain = CLOSE * (spread + lead.abs()) + noise
     scaled = CLOSE * (1 + near.abs()) + noise / spread.clamp_min(1e-300)

@@ -137,7 +137,7 @@ class _Curve:
 def _curves(models: Sequence[tuple[Entry, Style]]) -> list[_Curve]:
     together: dict[tuple[str, str], list[tuple[Entry, Style, Evaluation]]] = {}
     for entry, style in models:
-        if entry.evaluation and entry.evaluation.curve:
+        if entry.evaluation and any(point.total for point in entry.evaluation.curve):
             key = (entry.evaluation.data, entry.evaluation.norm)
             together.setdefault(key, []).append((entry, style, entry.evaluation))
     return [_curve(f"curve{i}", data, norm, group) for i, ((data, norm), group) in enumerate(together.items())]

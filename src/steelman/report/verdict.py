@@ -22,6 +22,8 @@ MEANINGS = {
     "invalid": "This number cannot be used. What was measured is not the robustness of this model.",
     "bound": "These attacks were given. Whether they work on this model was not checked.",
 }
+# Of a suspect verdict that no check casts doubt on: the time ran out, or the model is random.
+UNSETTLED = "No check speaks against the attacks, but what is said below keeps this number open. It may be far lower."
 _LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when it is raised
     "zero gradients": "Share of the samples tried whose gradient with respect to the input is zero. There a gradient "
     "attack has nothing to climb.",
@@ -40,7 +42,8 @@ _LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when 
     "leads is chance.",
     "sentinel broken": "How many of a few survivors, drawn whatever their margin, fell to the whole of AutoAttack. "
     "None should: those that came nearest to falling were attacked most.",
-    "targeted ahead": "Share of all samples that fell only when the attack aimed at one other class.",
+    "targeted ahead": "Share of all samples that fell to climbs towards one other class, after climbs away from the "
+    "true one had left them.",
     "logits not finite": "How many attacked points the model answered with NaN or infinity.",
     "accuracy levels off": "Share of the samples tried that withstand the attack even where any image may become any "
     "other. It should be none.",
@@ -65,7 +68,8 @@ class Judgement:
 
     @property
     def meaning(self) -> str:
-        return MEANINGS[self.kind]
+        doubted = any(flag.raised and flag.trust == "suspect" for flag in self.verdict.flags)
+        return UNSETTLED if self.kind == "suspect" and not doubted else MEANINGS[self.kind]
 
     @property
     def last_stage(self) -> str:
@@ -122,7 +126,8 @@ class Check:
     @property
     def consequence(self) -> str:
         if self.flag.trust == "sound":
-            return "worth knowing; the trust stays" if self.flag.raised else "would be worth knowing"
+            goes_on = "the trust stays; a suite that can escalate does"
+            return goes_on if self.flag.raised else "a suite that can escalate would"
         return f"the verdict {'is' if self.flag.raised else 'would be'} {self.flag.trust}"
 
     def _written(self, value: float) -> str:
