@@ -39,9 +39,9 @@ from steelman.threat import ThreatModel
 
 SEEDS = range(5)
 AGAIN = range(1, 6)  # further seeds of AutoAttack, for the samples that only one of them broke
-# The test images of CIFAR-10 before number 7,800 were looked at while the suites were made; these are as many as an hour
-# allows AutoAttack. They were attacked before, by the suites as they were then, and nothing was chosen by that: what
-# changed since, to save time, was chosen on training images. Suites made stronger after this need others.
+# The test images of CIFAR-10 before number 7,800 were looked at while the suites were made; these are as many as an
+# hour allows AutoAttack. They were attacked before, by the suites as they were then, and nothing was chosen by that:
+# what changed since, to save time, was chosen on training images. Suites made stronger after this need others.
 CASES = ["cifar:1400:fast,standard:7800", "mnist:1000:fast,standard:0"]
 EPOCHS = 8  # of the recipe's 15, for the model of CIFAR-10
 AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
