@@ -91,13 +91,14 @@ def test_each_thread_gets_as_many_parts() -> None:
         sizes.append(len(problem.x))
 
     model, x, y = a_batch()
-    for n, parts in ((N, 2), (2 * MOST, 2), (2 * MOST + 1, 4), (4 * MOST, 4)):
+    many = ((N, 1, 2), (2 * MOST, 1, 2), (2 * MOST + 1, 1, 4), (4 * MOST, 1, 4), (MOST, 4, 4), (8, MOST, 8))
+    for n, copies, parts in many:
         sizes.clear()
-        many = x[:1].repeat(n, 1, 1, 1)
-        search_in_parts(note, Problem(model, many, y[:1].repeat(n), ThreatModel(eps=0.2), key=Key(0)))
+        problem = Problem(model, x[:1].repeat(n, 1, 1, 1), y[:1].repeat(n), ThreatModel(eps=0.2), key=Key(0))
+        search_in_parts(note, problem, copies)
         assert len(sizes) == parts
         assert sum(sizes) == n
-        assert max(sizes) <= MOST
+        assert max(sizes) * copies <= MOST
 
 
 def test_targets_and_indices_go_with_their_samples() -> None:

@@ -35,7 +35,7 @@ def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies:
     if not models:
         search(problem)
         return
-    count = workers * -(-n // (workers * MOST))  # as many for each: nobody waits for the last
+    count = min(workers * -(-n * copies // (workers * MOST)), n)  # as many for each: nobody waits for the last
     parts = torch.arange(n, device=problem.x.device).tensor_split(count)
     own, handed_out, stop = threading.local(), itertools.count(), threading.Event()
 

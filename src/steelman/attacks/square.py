@@ -114,9 +114,10 @@ def squares(problem: Problem, rows: Tensor, start: Tensor, key: Key, how: Square
             )
             sides = [side(part, shape) for part in covered]
             draws = _draw(key.fold("steps", chunk), problem.index[walk.rows], sides, shape, x.dtype)
-        count = _alike(sides, at, min(how.ahead, 1 + step // EARLY, queries - step))
+        ahead = min(how.ahead, 1 + step // EARLY)
+        count = 1 if ahead == 1 else _alike(sides, at, min(CHUNK - at, queries - step))
         propose = functools.partial(move, threat=threat, shape=shape, s=sides[at])
-        walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)))
+        walk.go(propose, _Draws(*(drawn[at : at + count] for drawn in draws)), ahead)
         step += count
 
 
@@ -145,21 +146,24 @@ class _Walk:
         gain, self.earlier = self.value - self.earlier, self.value.clone()
         return self.value + SLACK * gain * times > 0
 
-    def go(self, propose: Callable[..., Tensor], draws: _Draws) -> None:
-        """The next squares of each sample, all asked about at once, as if none but the last could help."""
+    def go(self, propose: Callable[..., Tensor], draws: _Draws, ahead: int) -> None:
+        """The next squares of each sample, `ahead` of them asked about at once, as if none but the last could help."""
         count = len(draws.corner)
         if count == 1:
             self.ask(propose(self.best, self.x, draws=_Draws(*(drawn[0] for drawn in draws))))
             return
         squares = torch.arange(count, device=self.rows.device)
-        past = torch.zeros_like(self.rows)  # how many of them a sample has behind it
-        while bool((past < count).any()):
-            who, which = (past[:, None] <= squares).nonzero(as_tuple=True)
+        past = torch.zeros_like(self.rows)[:, None]  # how many of them a sample has behind it
+        while True:
+            who, which = ((past <= squares) & (squares < past + ahead)).nonzero(as_tuple=True)
+            if len(who) == 0:
+                return
             drawn = _Draws(*(drawn[which, who] for drawn in draws))
             helped = self.ask(propose(self.best[who], self.x[who], draws=drawn), who)
-            past.fill_(count)
-            past[who[helped]] = which[helped] + 1
-            past[self.problem.success[self.rows]] = count
+            past += ahead
+            if len(helped):
+                past[who[helped], 0] = which[helped] + 1
+                past[self.problem.success[self.rows]] = count
 
     def ask(self, candidate: Tensor, who: Tensor | None = None) -> Tensor:
         """Keep the candidates that help, of several for one sample the first; their places."""

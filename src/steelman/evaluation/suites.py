@@ -13,7 +13,7 @@ from steelman.evaluation.protocols import PROTOCOLS, autoattack
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel
 
-AHEAD = 16  # squares that the sentinel asks about at once
+AHEAD = 8  # squares that the sentinel asks about at once
 PILOT = Stage(name="pilot", attack=Pilot(), pilot=True)
 
 
@@ -74,8 +74,8 @@ def _first(threat: ThreatModel) -> list[Stage]:
         _coarse("restarts", _restarts(threat, 25, "margin"), share=0.06),
         Stage(name="near targets", attack=_for_few(ATTACKS["apgd-t"](steps=50, targets=5)), share=0.03),
         Stage(name="fine", attack=ATTACKS["apgd"](steps=50, loss="margin"), share=0.02),
-        Stage(name="warm square", attack=_squares(1000, ahead=4), share=0.03, warm=True),
-        Stage(name="nearest", attack=_squares(3000, ahead=8), share=0.008, warm=True),
+        Stage(name="warm square", attack=_squares(1000, ahead=3), share=0.03, warm=True),
+        Stage(name="nearest", attack=_squares(3000, ahead=6), share=0.008, warm=True),
     ]
 
 
@@ -94,7 +94,7 @@ def standard(threat: ThreatModel) -> Suite:
         _coarse("other starts", _nearest(threat, steps=10, start="diversified"), share=0.5),
         Stage(name="dlr", attack=ATTACKS["apgd-t"](steps=50, targets=3), share=0.12),
         Stage(name="long dlr", attack=_for_few(ATTACKS["apgd-t"](steps=100)), share=0.015),
-        Stage(name="warm square 2", attack=_squares(2000, ahead=4), share=0.05, warm=True),
+        Stage(name="warm square 2", attack=_squares(2000, ahead=3), share=0.05, warm=True),
     ]
     return _cascade("standard", threat, [*_first(threat), *more], sentinel=0.02)
 
