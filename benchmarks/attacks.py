@@ -29,13 +29,14 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor, nn
 
-from steelman import config, run
 from steelman import data as datasets
+from steelman import recipe as recipes
 from steelman.attacks import ATTACKS, untouched
-from steelman.evaluation.harness import versions
+from steelman.evaluation.evaluate import versions
 from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.threat import ThreatModel, norms
+from steelman.training import run
 
 AGAIN = 60.0  # seconds for all libraries together below which a row is run twice
 Peer = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -473,7 +474,7 @@ def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
 def trained(folder: Path, changes: list[str], samples: int, label: str, first: int = 0) -> Case:
     """The model in a folder, trained there first by the small PGD-AT recipe with some changes unless it is there."""
     if not (folder / "evaluation" / "evaluation.json").exists():
-        run.train(config.read("cifar10-pgd-at-small", changes)[0], folder)
+        run.train(recipes.read("cifar10-pgd-at-small", changes)[0], folder)
     model, _ = run.load_model(folder)
     test = datasets.load("cifar10").test
     index = torch.arange(first, first + samples)

@@ -3,7 +3,7 @@
     python benchmarks/methods_mnist.py            # all of it; runs that are there already are not run again
     python benchmarks/methods_mnist.py --quick    # one seed, a few images: does it work?
 
-Writes docs/methods-mnist.md. Each run is one ordinary ``steelman.run.train`` with one thread; `--jobs` of them side by
+Writes docs/methods-mnist.md. Each run is one ordinary ``steelman.training.run.train`` with one thread; `--jobs` of them side by
 side.
 Times are CPU seconds of one thread, batch by batch in turn from all methods, so that a busy machine slows all alike.
 """
@@ -25,11 +25,12 @@ import torch
 from rich.console import Console
 from scipy.stats import bootstrap
 
-from steelman import config, run
 from steelman import data as datasets
-from steelman.evaluation.harness import versions
+from steelman import recipe as recipes
+from steelman.evaluation.evaluate import versions
 from steelman.objectives import OBJECTIVES, Batch
 from steelman.rng import Key
+from steelman.training import run
 
 EPS, STEPS, STEP = 0.2, 5, 0.1
 INNER = {"name": "pgd", "steps": STEPS, "step_size": STEP}
@@ -97,7 +98,7 @@ def one(work: Path, name: str, head: str, seed: int, quick: bool) -> dict[str, A
     source = recipe(name, head, seed, work / f"standard-linear-{seed}", quick)
     folder = work / f"{name}-{head}-{seed}"
     done = folder / "bench.json"
-    key = config.fingerprint({**source, "measured with": source["evaluation"]})
+    key = recipes.fingerprint({**source, "measured with": source["evaluation"]})
     if done.is_file() and (kept := json.loads(done.read_text()))["key"] == key:
         return dict(kept)
     if folder.exists():
@@ -121,7 +122,7 @@ class Stepper:
 
     def __init__(self, name: str, head: str, x: torch.Tensor, y: torch.Tensor, model: str | None = None) -> None:
         source = recipe(name, head, 0, Path("unused"), quick=False)
-        self.recipe = config.parse({**source, **({"model": model} if model else {})})
+        self.recipe = recipes.parse({**source, **({"model": model} if model else {})})
         self.net = run.build_model(self.recipe, (1, 28, 28), 10).train()
         self.helper = run.build_model(self.recipe, (1, 28, 28), 10).eval()
         self.optimizer = self.recipe.training.optimizer(self.net.parameters())

@@ -31,10 +31,10 @@ import torch
 from attacks import Case, judge, trades, trained
 from torch import Tensor
 
-from steelman.evaluation import evaluate, interval
-from steelman.evaluation.evidence import read_bundle
-from steelman.evaluation.harness import versions
+from steelman.evaluation.evaluate import evaluate, versions
+from steelman.evaluation.result import interval
 from steelman.evaluation.suites import suite_named
+from steelman.evidence.bundle import read_bundle
 from steelman.threat import ThreatModel
 
 SEEDS = range(5)

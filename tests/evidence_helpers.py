@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD
 from steelman.data.source import ArraySource
-from steelman.evaluation import Stage, Suite, evaluate, evidence, verify
-from steelman.evaluation.evidence import seal_of
-from steelman.evaluation.ledger import ROBUST, WRONG
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evidence import bundle as bundles
+from steelman.evidence.bundle import seal_of
+from steelman.evidence.ledger import ROBUST, WRONG
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 
 FIRST = "adversarial-0000.safetensors"
@@ -68,12 +71,12 @@ SUITE = Suite(
 
 def make(folder: Path, model: nn.Module) -> Path:
     source = the_data()
-    size = evidence.SHARD
-    evidence.SHARD = 5
+    size = bundles.SHARD
+    bundles.SHARD = 5
     try:
         evaluate(model, source, None, ThreatModel(eps=EPS), SUITE, batch_size=20, out=folder, curve=False, gallery=2)
     finally:
-        evidence.SHARD = size
+        bundles.SHARD = size
     return folder
 
 
@@ -135,7 +138,7 @@ class Forged:
         said = torch.where(broken_by == ROBUST, label, said)
         record["confusion"] = torch.bincount(3 * label + said, minlength=9).view(3, 3).tolist()
         record["right"] = torch.bincount(label[broken_by != WRONG], minlength=3).tolist()
-        record["data_digest"] = evidence.data_digest(self.samples["digest"])
+        record["data_digest"] = bundles.data_digest(self.samples["digest"])
 
 
 def check(folder: Path, model: nn.Module | None = None, source: ArraySource | None = None) -> Any:

@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.heads import HEADS
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.free_at import FreeAT
-from steelman.training import AWP, Around, Trainer
+from steelman.training import AWP, Around, Trainer, run
 from steelman.training.guard import stagnation
 from tests.training_helpers import a_net, a_trainer, interrupted_at, plain_trainer, said, same_run
 
@@ -122,9 +122,9 @@ def test_no_patience_no_stop() -> None:
 
 
 def test_weight_perturbation_of_free_at_is_refused() -> None:
-    source, _ = config.read("digits-pgd-at", ["objective=free-at", "around.awp.gamma=0.01"])
+    source, _ = recipes.read("digits-pgd-at", ["objective=free-at", "around.awp.gamma=0.01"])
     with pytest.raises(UserError, match=r"around\.awp: FreeAT makes its perturbation while it trains"):
-        config.parse(source)
+        recipes.parse(source)
 
 
 def no_linear_layer() -> nn.Module:
@@ -134,7 +134,7 @@ def no_linear_layer() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["rat", "tla"])
 def test_features_that_cannot_be_read_are_said_before_a_folder_is_made(name: str, tmp_path: Path) -> None:
-    source, _ = config.read("digits-pgd-at", [f"objective={name}", "model=tests.test_around:no_linear_layer"])
+    source, _ = recipes.read("digits-pgd-at", [f"objective={name}", "model=tests.test_around:no_linear_layer"])
     with pytest.raises(UserError, match=f"{name.upper()}: expected a model whose logits come from a linear layer"):
         run.train(source, tmp_path / "run", console=Console(quiet=True))
     assert not (tmp_path / "run").exists()
@@ -152,16 +152,16 @@ def test_features_that_cannot_be_read_are_said_before_a_folder_is_made(name: str
     ],
 )
 def test_combinations_that_cannot_be_are_refused_with_the_reason(overrides: list[str], message: str) -> None:
-    source, _ = config.read("digits-pgd-at", overrides)
+    source, _ = recipes.read("digits-pgd-at", overrides)
     with pytest.raises(UserError, match=re.escape(message)):
-        config.parse(source)
+        recipes.parse(source)
 
 
 @pytest.fixture(scope="session")
 def standard_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of standard training, for the objective that learns from one."""
     folder = tmp_path_factory.mktemp("helper") / "run"
-    source, origin = config.read("digits-standard", QUIET)
+    source, origin = recipes.read("digits-standard", QUIET)
     run.train(source, folder, console=Console(quiet=True), origin=origin)
     return folder
 
@@ -176,7 +176,7 @@ def test_every_objective_with_every_head_and_schedule_trains_resumes_and_is_meas
     overrides += ["evaluation.attacks={PGD: {name: pgd, steps: 2}}", "validation.attack={name: pgd, steps: 2}"]
     if name == "hat":
         overrides.append(f"objective.helper={standard_run}")
-    source, origin = config.read("digits-pgd-at", overrides)
+    source, origin = recipes.read("digits-pgd-at", overrides)
     plain = Trainer.step
 
     def step(trainer: Trainer, *batch: Tensor) -> float:

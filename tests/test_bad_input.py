@@ -15,9 +15,12 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from steelman import cli, config, demo, run
+from steelman import cli
+from steelman import recipe as recipes
+from steelman.cli import demo
 from steelman.data import DATASETS
 from steelman.errors import UserError
+from steelman.training import run
 
 Fails = Callable[..., str]
 TINY = (
@@ -85,7 +88,7 @@ def _no_network(*_: object, **__: object) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    source, origin = config.read(RECIPE, TINY)
+    source, origin = recipes.read(RECIPE, TINY)
     run.train(source, folder, console=Console(quiet=True), origin=origin)
     return folder
 
@@ -337,9 +340,9 @@ def test_the_demo_leaves_other_folders_alone(fails: Fails, tmp_path: Path) -> No
 
 def test_the_demo_replaces_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made small: what is tested is the folder and the words, not the training."""
-    read = config.read
+    read = recipes.read
     small = [*(item for item in TINY if not item.startswith("objective")), "evaluation.samples=40"]
-    monkeypatch.setattr(config, "read", lambda name: read(name, small))
+    monkeypatch.setattr(recipes, "read", lambda name: read(name, small))
     (tmp_path / "demo" / "digits-standard").mkdir(parents=True)
     (tmp_path / "demo" / demo.MARK).touch()
     (tmp_path / "demo" / "digits-standard" / "recipe.yaml").write_text("of an earlier demo")
@@ -359,11 +362,11 @@ def test_the_demo_replaces_an_earlier_one(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_wrong_type_is_no_internal_error() -> None:
     """Whatever a YAML file can hold, the answer is a UserError."""
     nonsense: list[object] = [None, [], {}, 3, 2.5, True, "x", [[]], {"name": None}, {"name": []}, {"name": {}}, {1: 2}]
-    source, _ = config.read(RECIPE)
+    source, _ = recipes.read(RECIPE)
     for key in (*source, "compute", "guard", "evaluation", "published"):
         for value in nonsense:
             try:
-                config.parse({**source, key: value})
+                recipes.parse({**source, key: value})
             except UserError:
                 continue
     for block in ("threat", "training", "validation", "objective", "data", "model", "head", "evaluation"):
@@ -372,7 +375,7 @@ def test_a_wrong_type_is_no_internal_error() -> None:
         for key in (*inner, "attack", "attacks", "augment", "options", "optimizer", "lr", "eps", "mean", "weights"):
             for value in nonsense:
                 try:
-                    config.parse({**source, block: {**inner, key: value}})
+                    recipes.parse({**source, block: {**inner, key: value}})
                 except UserError:
                     continue
 

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.multi_targeted import MultiTargeted
 from steelman.data.source import ArraySource, Source
-from steelman.evaluation import Evaluation, Stage, Suite, evaluate, harness, verify
-from steelman.evaluation.evidence import read_bundle
-from steelman.evaluation.ledger import ROBUST, WRONG, digests
+from steelman.evaluation import evaluate as evaluating
+from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.protocols import autoattack
+from steelman.evaluation.result import Evaluation
+from steelman.evaluation.stages import Stage, Suite
 from steelman.evaluation.suites import fast, full, standard
+from steelman.evidence.bundle import read_bundle
+from steelman.evidence.ledger import ROBUST, WRONG, digests
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import Net, a_model
 from tests.oracles import LinearClassifier
@@ -88,7 +92,7 @@ def run(
 @pytest.fixture(autouse=True)
 def _untested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the self-test, which an attack of a few queries, or one that only looks on, need not pass."""
-    monkeypatch.setattr(harness, "self_test", lambda *_: None)
+    monkeypatch.setattr(evaluating, "self_test", lambda *_: None)
 
 
 # Order and batches.

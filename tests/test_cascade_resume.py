@@ -19,21 +19,15 @@ from torch import Tensor
 from steelman import files
 from steelman.attacks import ATTACKS, PGD
 from steelman.errors import UserError
-from steelman.evaluation import (
-    Evaluation,
-    Stage,
-    Suite,
-    cascade,
-    evaluate,
-    evidence,
-    harness,
-    ledger,
-    pilot,
-    result,
-    verify,
-)
-from steelman.evaluation.consistency import MEASURED
-from steelman.evaluation.pilot import Pilot
+from steelman.evaluation import evaluate as evaluating
+from steelman.evaluation import pilot, result, runner
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.masking import Pilot
+from steelman.evaluation.result import Evaluation
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evidence import bundle as bundles
+from steelman.evidence import ledger
+from steelman.evidence.verify import MEASURED, verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, Net, a_model, the_data
 from tests.test_evidence import contents, names
@@ -77,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same evaluation in one go."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evidence, "SHARD", 4)
+        patch.setattr(bundles, "SHARD", 4)
         found = run(folder)
     assert found.verdict is not None
     assert 0 < found.verdict.correct < found.score("clean").correct < found.total
@@ -96,7 +90,7 @@ def same(out: Path, whole: Path) -> None:
 
 def _process(out: str) -> None:
     torch.set_num_threads(1)
-    evidence.SHARD = 4
+    bundles.SHARD = 4
     run(Path(out), slow())
 
 
@@ -154,12 +148,12 @@ def test_killed_at_every_file_in_turn(
             real(path, content)
         raise Killed
 
-    monkeypatch.setattr(evidence, "SHARD", 4)
-    for module in (ledger, evidence, result):
+    monkeypatch.setattr(bundles, "SHARD", 4)
+    for module in (ledger, bundles, result):
         monkeypatch.setattr(module, "write_atomic", deadly)
     # Neither writes a file, and both take longer than all the rest.
     monkeypatch.setattr(pilot, "measure", no_signs)
-    monkeypatch.setattr(harness, "self_test", lambda *_: None)
+    monkeypatch.setattr(evaluating, "self_test", lambda *_: None)
     killed = 0
     while True:
         try:
@@ -174,7 +168,7 @@ def test_killed_at_every_file_in_turn(
     assert {"run.json", "clean-00000.safetensors", "samples.safetensors", "evidence.json", "evaluation.json"} < torn
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evidence, "SHARD", 4)
+        patch.setattr(bundles, "SHARD", 4)
         patch.setattr(pilot, "measure", no_signs)
         run(tmp_path / "unflagged")
     same(out, tmp_path / "unflagged")
@@ -186,11 +180,11 @@ def test_nothing_that_is_done_is_done_again(tmp_path: Path, monkeypatch: pytest.
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(harness, "write_bundle", killed)
+        patch.setattr(evaluating, "write_bundle", killed)
         with pytest.raises(Killed):
             run(tmp_path / "out")
-        patch.setattr(cascade.Runner, "_attack", lambda *_: pytest.fail("attacked again"))
-        patch.setattr(cascade.Runner, "_look", lambda *_: pytest.fail("looked again"))
+        patch.setattr(runner.Runner, "_attack", lambda *_: pytest.fail("attacked again"))
+        patch.setattr(runner.Runner, "_look", lambda *_: pytest.fail("looked again"))
         patch.setattr(pilot, "_measure", lambda *_, **__: pytest.fail("measured again"))
         with pytest.raises(Killed):
             run(tmp_path / "out")
@@ -225,7 +219,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         now[0] += 60
         return now[0]
 
-    for module in (cascade, harness):
+    for module in (runner, evaluating):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter))
     yield now
     monkeypatch.undo()
@@ -234,7 +228,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def test_time_runs_out_honestly_and_can_be_gone_on_from(
     tmp_path: Path, whole: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evidence, "SHARD", 4)
+    monkeypatch.setattr(bundles, "SHARD", 4)
     out, robust, attacked = tmp_path / "out", [], []
     for minutes in (3, 6, 4, 12):
         found = run(out, minutes=minutes)
@@ -257,12 +251,12 @@ def test_time_runs_out_honestly_and_can_be_gone_on_from(
     assert found.verdict is not None
     assert found.verdict.complete
     assert not any("time ran out" in reason for reason in found.verdict.reasons)
-    monkeypatch.setattr(cascade, "time", time)
+    monkeypatch.setattr(runner, "time", time)
     same(out, whole)
 
 
 def test_no_time_at_all_is_a_batch_each_time(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "SHARD", 4)
+    monkeypatch.setattr(bundles, "SHARD", 4)
     out, attacked = tmp_path / "out", []
     for _ in range(100):
         found = run(out, minutes=1e-9)

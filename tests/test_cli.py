@@ -18,17 +18,20 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from steelman import __version__, cli, config, run
+from steelman import __version__, cli
+from steelman import recipe as recipes
 from steelman.attacks import ATTACKS
+from steelman.cli.listing import Kind
 from steelman.data import DATASETS
-from steelman.evaluation import SUITES, Evaluation
+from steelman.evaluation.result import Evaluation
+from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS
-from steelman.listing import Kind
 from steelman.losses import LOSSES
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES
-from steelman.recipes import recipes
+from steelman.recipe_files import recipes as built_in
 from steelman.schedules import SCHEDULES
+from steelman.training import run
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = (
@@ -69,7 +72,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    source, origin = config.read("digits-pgd-at", TINY)
+    source, origin = recipes.read("digits-pgd-at", TINY)
     run.train(source, folder, console=Console(quiet=True), origin=origin)
     return folder
 
@@ -153,7 +156,7 @@ LISTS: dict[str, Any] = {
     "datasets": DATASETS,
     "schedules": SCHEDULES,
     "losses": LOSSES,
-    "recipes": recipes(),
+    "recipes": built_in(),
 }
 
 
@@ -205,10 +208,10 @@ def test_a_run_keeps_a_recipe_that_stands_alone(command: Command, tmp_path: Path
     code, _, err = command("train", "mine.yaml", *TINY)
     assert (code, err) == (0, "")
     (tmp_path / "mine.yaml").unlink()
-    source, _ = config.read("runs/mine/recipe.yaml")
+    source, _ = recipes.read("runs/mine/recipe.yaml")
     assert "base" not in source
     assert source["head"] == {"name": "he", "scale": 7, "margin": 0.2}
-    assert config.parse(source).training.epochs == 1
+    assert recipes.parse(source).training.epochs == 1
 
 
 def test_an_unknown_kind_is_answered_with_the_kinds(command: Command) -> None:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.data import DATASETS
-from steelman.evaluation import SUITES, Evaluation, Stage, Suite, interval
-from steelman.evaluation.evidence import read_bundle, seal_of
-from steelman.evaluation.ledger import Work
+from steelman.evaluation.result import Evaluation, interval
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evaluation.suites import SUITES
+from steelman.evidence.bundle import read_bundle, seal_of
+from steelman.evidence.ledger import Work
 from steelman.threat import ThreatModel
 from tests import test_bad_input, test_cli
 from tests.test_bad_input import Fails
@@ -79,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Evidence on two models, made once."""
     from rich.console import Console
 
-    from steelman.measure import measure
+    from steelman.cli.measure import measure
 
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:

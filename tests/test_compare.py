@@ -13,9 +13,11 @@ from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation import Stage, Suite, evaluate, interval
-from steelman.evaluation.compare import compare, holm, mcnemar
-from steelman.evaluation.evidence import DamagedError
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.result import interval
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evidence.bundle import DamagedError
+from steelman.evidence.compare import compare, holm, mcnemar
 from steelman.threat import ThreatModel
 from tests.oracles import LinearClassifier
 

@@ -10,23 +10,15 @@ import pytest
 import yaml
 
 from steelman.attacks import PGD
-from steelman.config import (
-    EvaluationSpec,
-    Recipe,
-    attack_from_text,
-    check_root,
-    fingerprint,
-    name_and_options,
-    options_from_texts,
-    parse,
-    read,
-)
+from steelman.cli.subjects import attack_from_text
 from steelman.data import CropFlip
 from steelman.errors import UserError
-from steelman.evaluation import DEFAULT_ATTACKS
+from steelman.evaluation.evaluate import DEFAULT_ATTACKS
 from steelman.objectives.pgd_at import PGDAT
-from steelman.recipes import recipes
+from steelman.recipe import EvaluationSpec, Recipe, check_root, fingerprint, parse, read
+from steelman.recipe_files import recipes
 from steelman.schedules import SCHEDULES
+from steelman.settings import name_and_options, options_from_texts
 from steelman.training import Training
 
 BASE: dict[str, Any] = {
@@ -42,7 +34,7 @@ BASE: dict[str, Any] = {
 
 def changed(*overrides: str) -> dict[str, Any]:
     """The base with key=value overrides, as the command line makes them."""
-    from steelman.config import _override
+    from steelman.recipe import _override
 
     source = copy.deepcopy(BASE)
     for text in overrides:

@@ -13,8 +13,8 @@ from steelman.attacks import PGD, Search
 from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import evaluate
 from steelman.evaluation.checks import ContractError, check_contract, check_manners, coarse
+from steelman.evaluation.evaluate import evaluate
 from steelman.threat import ThreatModel
 from tests.training_helpers import SHAPE, a_net, some_data
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.attacks import PGD
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.models.classifier import Ensemble
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.schedules import SCHEDULES
 from steelman.threat import ThreatModel
-from steelman.training import Guard, Trainer, Training
+from steelman.training import Guard, Trainer, Training, run
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
 from steelman.training.guard import collapse
 from tests.training_helpers import a_trainer, interrupted_at, plain_trainer, said, same_run
@@ -113,9 +113,9 @@ def test_a_reset_of_the_radius_is_no_collapse() -> None:
 def test_attacks_that_need_one_head_are_refused_before_an_ensemble_is_trained() -> None:
     overrides = ["training.lr={name: resets, at: [0.5], schedule: 0.1}", "training.select=cycles", "training.epochs=4"]
     overrides += ["evaluation.attacks={a: adaptive, b: pgd}"]
-    config.parse(config.read("digits-pgd-at", overrides)[0])  # a linear head has neither scale nor margin
+    recipes.parse(recipes.read("digits-pgd-at", overrides)[0])  # a linear head has neither scale nor margin
     with pytest.raises(UserError, match=r"evaluation\.attacks: a: head_margin and head_scale are for a model with one"):
-        config.parse(config.read("digits-pgd-at", [*overrides, "head=he"])[0])
+        recipes.parse(recipes.read("digits-pgd-at", [*overrides, "head=he"])[0])
 
 
 def test_cycles_that_differ_are_refused_and_a_warm_up_hides_none() -> None:
@@ -170,7 +170,7 @@ def test_a_trained_ensemble_is_measured_and_attacked_as_one_model(tmp_path: Path
         "validation.samples=20",
         "evaluation.samples=60",
     ]
-    source, origin = config.read("digits-pgd-at", overrides)
+    source, origin = recipes.read("digits-pgd-at", overrides)
     found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
     assert found is not None
     model, record = run.load_model(tmp_path / "run")
@@ -191,12 +191,12 @@ def test_a_trained_ensemble_is_measured_and_attacked_as_one_model(tmp_path: Path
 
 class TestHelper:
     def test_a_missing_one_is_asked_for(self) -> None:
-        source, _ = config.read("digits-pgd-at", ["objective=hat"])
+        source, _ = recipes.read("digits-pgd-at", ["objective=hat"])
         with pytest.raises(UserError, match=r"objective\.helper: expected the folder of a finished run, .* HAT learns"):
-            config.parse(source)
+            recipes.parse(source)
 
     def test_one_that_is_no_run_is_refused(self, tmp_path: Path) -> None:
-        source, _ = config.read("digits-pgd-at", [f"objective={{name: hat, helper: {tmp_path}}}"])
+        source, _ = recipes.read("digits-pgd-at", [f"objective={{name: hat, helper: {tmp_path}}}"])
         with pytest.raises(UserError, match=r"objective\.helper: no model in .*it is not a run"):
             run.train(source, tmp_path / "run", console=Console(quiet=True))
         assert not (tmp_path / "run").exists(), "said before a folder was made"
@@ -204,9 +204,9 @@ class TestHelper:
     def test_another_one_is_another_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         quick = ["training.epochs=1", "validation.samples=10", "evaluation.samples=10", "training.batch_size=256"]
         quick += ["evaluation.attacks={fgsm: fgsm}"]
-        source, origin = config.read("digits-standard", quick)
+        source, origin = recipes.read("digits-standard", quick)
         run.train(source, tmp_path / "helper", console=Console(quiet=True), origin=origin)
-        source, origin = config.read("digits-pgd-at", [*quick, "objective=hat", f"objective.helper={tmp_path}/helper"])
+        source, origin = recipes.read("digits-pgd-at", [*quick, "objective=hat", f"objective.helper={tmp_path}/helper"])
         seen: list[str] = []
         plain = Trainer.fit
 

@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.attacks import PGD
 from steelman.data import CropFlip
 from steelman.errors import UserError
 from steelman.rng import Key
 from steelman.threat import ThreatModel
+from steelman.training import run
 from steelman.training.checkpoint import checkpoint_path, checkpoints
 from tests.training_helpers import Running, a_batch, a_net, metrics, newest, same_run, two_processes, wait_for
 
@@ -74,7 +75,7 @@ def test_two_processes_train_to_what_one_does(objective: str, tmp_path: Path) ->
     net = f"model={{name: mlp, width: 16, activation: {'silu' if smooth else 'relu'}}}"
     options = (*common, net, "data={name: digits, augment: {name: crop, pad: 1}}")
     both = two_processes(tmp_path, "train", "digits-pgd-at", *options, "compute.devices=2", "--out", "two")
-    source, _ = config.read("digits-pgd-at", options)
+    source, _ = recipes.read("digits-pgd-at", options)
     run.train(source, tmp_path / "one", console=Console(quiet=True))
     ended(both, {0})
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -166,7 +167,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_both_with_a_sentence(tmp_path: Path) -> None:
-    source, _ = config.read("digits-pgd-at", NOISY)
+    source, _ = recipes.read("digits-pgd-at", NOISY)
     run.prepare(tmp_path / "run", source)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     both = two_processes(tmp_path, "resume", "run")

@@ -20,10 +20,12 @@ from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import DEFAULT_ATTACKS, Evaluation, harness, interval
+from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation.checks import predictions
 from steelman.evaluation.curve import CURVE_RATIOS
-from steelman.evaluation.pilot import Pilot
+from steelman.evaluation.evaluate import DEFAULT_ATTACKS
+from steelman.evaluation.masking import Pilot
+from steelman.evaluation.result import Evaluation, interval
 from steelman.evaluation.stages import Stage, Suite, describe
 from steelman.heads import embed
 from steelman.threat import ThreatModel
@@ -36,7 +38,7 @@ Adversary = Any
 def evaluate(model: nn.Module, data: Any, threat: ThreatModel, attacks: Any = None, **options: Any) -> Evaluation:
     """Each attack on every sample: what the cascade adds is tested elsewhere."""
     x, y = data if isinstance(data, tuple) else (data, None)
-    return harness.evaluate(model, x, y, threat, DEFAULT_ATTACKS if attacks is None else attacks, **options)
+    return evaluating.evaluate(model, x, y, threat, DEFAULT_ATTACKS if attacks is None else attacks, **options)
 
 
 def line(n: int = 40, seed: int = 0) -> tuple[LinearClassifier, Tensor, Tensor, np.ndarray]:
@@ -664,7 +666,7 @@ class TestSuitesThatAreNone:
     def test_evaluate_says_what_it_wants(self, options: dict[str, Any], message: str) -> None:
         net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)
         with pytest.raises(UserError, match=message):
-            harness.evaluate(net, x, net(x).argmax(dim=1), ThreatModel(eps=0.1), **{"suite": "fast", **options})
+            evaluating.evaluate(net, x, net(x).argmax(dim=1), ThreatModel(eps=0.1), **{"suite": "fast", **options})
 
     def test_numpys_numbers_are_numbers(self, tmp_path: Path) -> None:
         net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation import evaluate, evidence, ledger, verify
-from steelman.evaluation.evidence import read_bundle, weights_digest
-from steelman.evaluation.ledger import DONE, ROBUST, WRONG, Images, Ledger, Work, digests
+from steelman.evaluation.evaluate import evaluate
+from steelman.evidence import bundle as bundles
+from steelman.evidence import ledger
+from steelman.evidence.bundle import read_bundle, weights_digest
+from steelman.evidence.ledger import DONE, ROBUST, WRONG, Images, Ledger, Work, digests
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, a_model, the_data
 
@@ -421,13 +424,13 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_of_images_is_small_whatever_the_size_of_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evidence, "SHARD_BYTES", 3 * 16 * 4)
+    monkeypatch.setattr(bundles, "SHARD_BYTES", 3 * 16 * 4)
     run(tmp_path / "out")
     bundle = read_bundle(tmp_path / "out")
     sizes = [len(rows) for rows, _ in bundle.images()]
     assert set(sizes[:-1]) == {3}
     assert sum(sizes) == int((bundle.samples["broken_by"] >= 0).sum()) > 3
-    monkeypatch.setattr(evidence, "SHARD_BYTES", 1)
+    monkeypatch.setattr(bundles, "SHARD_BYTES", 1)
     run(tmp_path / "one")
     assert {len(rows) for rows, _ in read_bundle(tmp_path / "one").images()} == {1}
 

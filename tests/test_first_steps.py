@@ -11,21 +11,22 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
-from steelman import config, run
+from steelman import recipe as recipes
+from steelman.cli.measure import measure
 from steelman.errors import UserError
-from steelman.evaluation import DEFAULT_ATTACKS, evaluate
-from steelman.measure import measure
+from steelman.evaluation.evaluate import DEFAULT_ATTACKS, evaluate
 from steelman.objectives import OBJECTIVES, is_adversarial
+from steelman.settings import options_from_texts
 from steelman.threat import ThreatModel
-from steelman.training import Guard, Trainer
+from steelman.training import Guard, Trainer, run
 from tests.training_helpers import plain_trainer
 
 SHORT = ["training.epochs=1", "validation.samples=10", "evaluation.samples=10", "training.batch_size=256"]
 
 
 def test_a_head_takes_yes_and_no() -> None:
-    source, _ = config.read("digits-pgd-at", ["head.name=linear", "head.bias=false", "head.zero_init=true"])
-    recipe = config.parse(source)
+    source, _ = recipes.read("digits-pgd-at", ["head.name=linear", "head.bias=false", "head.zero_init=true"])
+    recipe = recipes.parse(source)
     assert recipe.head.options == {"bias": False, "zero_init": True}
     weights = run.build_model(recipe, (1, 8, 8), 10).state_dict()
     assert "head.bias" not in weights
@@ -33,7 +34,7 @@ def test_a_head_takes_yes_and_no() -> None:
 
 
 def test_options_on_the_command_line_take_yes_and_no() -> None:
-    assert config.options_from_texts(["flag=true", "width=16", "eps=8/255"]) == {
+    assert options_from_texts(["flag=true", "width=16", "eps=8/255"]) == {
         "flag": True,
         "width": 16,
         "eps": 8 / 255,
@@ -70,7 +71,7 @@ def photographs(tmp_path: Path) -> Path:
 
 def test_a_run_on_a_folder_is_measured_at_the_size_it_was_trained_at(photographs: Path, tmp_path: Path) -> None:
     given = [f"data={{name: folder, root: '{photographs}', size: 12, resize: 14}}", "model=mlp", "validation.size=6"]
-    source, origin = config.read("digits-pgd-at", [*given, *SHORT])
+    source, origin = recipes.read("digits-pgd-at", [*given, *SHORT])
     found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
     assert found is not None
     assert found.gallery[0].clean.shape == (3, 12, 12)
@@ -100,7 +101,7 @@ def test_a_run_on_a_folder_is_measured_at_the_size_it_was_trained_at(photographs
 
 
 def test_a_validation_split_that_is_too_large_names_its_key(photographs: Path, tmp_path: Path) -> None:
-    source, origin = config.read(
+    source, origin = recipes.read(
         "digits-pgd-at", [f"data={{name: folder, root: '{photographs}'}}", "model=mlp", *SHORT]
     )
     with pytest.raises(UserError, match=r"validation\.size: expected a validation set of 1 \.\. 22 .* got 200"):

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.errors import UserError
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.threat import ThreatModel
-from steelman.training import Guard, Trainer, Validation
+from steelman.training import Guard, Trainer, Validation, run
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
 from steelman.training.guard import blind, collapse, poisoned, stop_on_signals
 from tests.training_helpers import a_net, a_trainer, metrics, plain_trainer, same, some_data
@@ -233,7 +233,7 @@ def test_poisoned_names_the_weight() -> None:
 
 def test_a_diverged_run_ends_with_a_report_of_the_good_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the recipe on: an exploding learning rate after a sane first epoch."""
-    source, _ = config.read(
+    source, _ = recipes.read(
         "digits-standard",
         [
             "training.optimizer=sgd",

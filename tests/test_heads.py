@@ -13,20 +13,11 @@ import torch.nn.functional as F
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from steelman import config
+from steelman import recipe as recipes
 from steelman.errors import UserError
-from steelman.heads import (
-    ANGLE_GUARD,
-    HEADS,
-    Head,
-    build_head,
-    embed,
-    features_of,
-    head_of,
-    last_layer,
-    with_margin,
-)
+from steelman.heads import ANGLE_GUARD, HEADS, Head, build_head, embed, head_of, with_margin
 from steelman.models.classifier import Classifier
+from steelman.models.features import features_of, last_layer
 from steelman.objectives import OBJECTIVES
 from steelman.objectives.base import Batch, Outcome
 from steelman.training import AWP, Around
@@ -481,11 +472,11 @@ def test_an_unknown_mode_is_refused(name: str, mode: Any) -> None:
 
 
 def test_an_unknown_mode_in_a_recipe_is_refused() -> None:
-    source, _ = config.read("digits-pgd-at", ["head={name: wn, wn_mode: projected}"])
+    source, _ = recipes.read("digits-pgd-at", ["head={name: wn, wn_mode: projected}"])
     with pytest.raises(UserError, match="head: wn_mode: expected one of autograd, project, got 'projected'"):
-        config.parse(source)
+        recipes.parse(source)
     source["head"]["wn_mode"] = "project"
-    assert config.parse(source).head.options == {"wn_mode": "project"}
+    assert recipes.parse(source).head.options == {"wn_mode": "project"}
 
 
 # Features

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import PGD
-from steelman.evaluation import Evaluation, evaluate
 from steelman.evaluation.checks import ContractError
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_named
 from steelman.heads import build_head

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steelman.heads import HEADS, build_head
+from steelman.models.batchnorm import fixed, recorded, routed, split_norms
 from steelman.models.classifier import Classifier
-from steelman.models.norms import routed, split_norms
-from steelman.models.statistics import fixed, recorded
 from steelman.objectives import Batch
 from steelman.objectives.cure import CURE
 from steelman.objectives.llr import LLR

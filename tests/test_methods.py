@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.heads import HEADS
-from steelman.models.norms import split_norms
+from steelman.models.batchnorm import split_norms
 from steelman.objectives import OBJECTIVES, Batch, Outcome, forwards_of
 from steelman.objectives.alp import ALP
 from steelman.objectives.fast_at import FastAT

@@ -16,7 +16,7 @@ from rich.console import Console
 from scipy import ndimage
 from torch import Tensor, nn
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.errors import UserError
 from steelman.heads import build_head
 from steelman.models import ACTIVATIONS, MODELS, PUBLISHED_LAYOUTS, Backbone, check_images
@@ -29,6 +29,7 @@ from steelman.models.resnet import BasicBlock, Bottleneck
 from steelman.models.small import SmallCNN
 from steelman.models.wide_resnet import WideResNet
 from steelman.settings import make, options_of
+from steelman.training import run
 
 SHAPE = (3, 32, 32)
 NONLINEAR = sorted(MODELS.keys() - {"linear"})
@@ -531,9 +532,9 @@ def test_other_backbones_are_not_denoised(name: str) -> None:
         UserError, match=r"unknown option of model .* 'denoise'; choices: activation, input_shape, width"
     ):
         make("model", MODELS, name, {"input_shape": SHAPE, "denoise": "mean"})
-    source, _ = config.read("digits-pgd-at", [f"model={{name: {name}, denoise: mean}}"])
+    source, _ = recipes.read("digits-pgd-at", [f"model={{name: {name}, denoise: mean}}"])
     with pytest.raises(UserError, match=r"model\.denoise: unknown option of model .*choices: activation, width"):
-        config.parse(source)
+        recipes.parse(source)
 
 
 @pytest.mark.parametrize("kind", ["sotfmax", "", None, 3, ["mean"]])
@@ -548,7 +549,7 @@ def test_a_recipe_may_ask_for_denoising(tmp_path: Path) -> None:
     overrides = ["model={name: preact-resnet18, width: 2, denoise: softmax}", "training.epochs=1"]
     overrides += ["objective.attack.steps=1", "validation={size: 20, samples: 20, attack: fgsm}"]
     overrides += ["training.batch_size=128", "evaluation={samples: 20, attacks: {FGSM: fgsm}}"]
-    source, _ = config.read("digits-pgd-at", overrides)
+    source, _ = recipes.read("digits-pgd-at", overrides)
     assert run.train(source, tmp_path / "run", console=Console(quiet=True)) is not None
     model, _ = run.load_model(tmp_path / "run")
     scales = [layer.bn.weight for layer in model.modules() if isinstance(layer, Denoise)]

@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman import config, data, run
+from steelman import data
+from steelman import recipe as recipes
 from steelman.attacks import PGD
 from steelman.errors import TrainingInterruptedError, UserError
-from steelman.evaluation import Evaluation
+from steelman.evaluation.result import Evaluation
 from steelman.losses import kl
+from steelman.models.batchnorm import AuxiliaryNorm, Branch, route, routed, split_norms
 from steelman.models.classifier import Classifier
-from steelman.models.norms import AuxiliaryNorm, Branch, route, routed, split_norms
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.base import forwards_of
 from steelman.objectives.trades import TRADES
-from steelman.training import Around, trainer
+from steelman.training import Around, run, trainer
 from tests.test_pgd import everything
 from tests.training_helpers import a_batch, a_net, a_trainer, digits_net, interrupted_at, same_run
 
@@ -316,7 +317,7 @@ AUXILIARY = ["objective=trades", "model=tests.training_helpers:digits_net", "aro
 
 
 def recipe(*overrides: str) -> dict[str, Any]:
-    return config.read("digits-pgd-at", overrides)[0]
+    return recipes.read("digits-pgd-at", overrides)[0]
 
 
 @pytest.fixture(scope="module")
@@ -424,12 +425,12 @@ def test_validation_scores_the_branch_that_is_kept(
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_an_objective_with_one_kind_of_batch_is_refused(name: str, only: str, branch: Branch) -> None:
     with pytest.raises(UserError, match=rf"around\.auxiliary_norm: {only} alone, so there are no two kinds.*trades"):
-        config.parse(recipe(f"objective={name}", f"around.auxiliary_norm={branch}"))
+        recipes.parse(recipe(f"objective={name}", f"around.auxiliary_norm={branch}"))
 
 
 def test_a_branch_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UserError, match=r"around\.auxiliary_norm: .*'clean' or 'adversarial'.*got 'both'"):
-        config.parse(recipe("objective=trades", "around.auxiliary_norm=both"))
+        recipes.parse(recipe("objective=trades", "around.auxiliary_norm=both"))
 
 
 def test_a_model_without_batch_norm_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

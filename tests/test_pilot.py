@@ -12,10 +12,14 @@ from torch import Tensor
 
 from steelman.attacks import PGD, Found
 from steelman.errors import UserError
-from steelman.evaluation import Stage, Suite, cascade, evaluate, harness, pilot, verify
-from steelman.evaluation.evidence import read_bundle
-from steelman.evaluation.pilot import Finds, Pilot
+from steelman.evaluation import evaluate as evaluating
+from steelman.evaluation import pilot, runner
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.masking import Finds, Pilot
 from steelman.evaluation.result import StageRecord
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evidence.bundle import read_bundle
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import a_model, the_data
 
@@ -27,7 +31,7 @@ SUITE = Suite(name="idle after a pilot", stages=(Stage(name="pilot", attack=Pilo
 @pytest.fixture(autouse=True)
 def _no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would refuse the idle attack, and rightly."""
-    monkeypatch.setattr(harness, "self_test", lambda *_: None)
+    monkeypatch.setattr(evaluating, "self_test", lambda *_: None)
 
 
 def found(points: list[float], success: list[bool], passes: int = 1) -> Found:
@@ -115,7 +119,7 @@ def counts(stages: tuple[StageRecord, ...]) -> list[tuple[int, ...]]:
 
 def test_interrupted_it_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(cascade.Runner, "_attack", killed)
+        patch.setattr(runner.Runner, "_attack", killed)
         with pytest.raises(Killed):
             run(tmp_path / "out")
     whole = run(tmp_path / "whole")
@@ -144,7 +148,7 @@ def test_killed_in_the_middle_it_goes_on_from_the_last_batch(tmp_path: Path, mon
 def test_what_was_kept_of_another_question_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a curve before and with one now; and with a surrogate."""
     with monkeypatch.context() as patch:
-        patch.setattr(cascade.Runner, "_attack", killed)
+        patch.setattr(runner.Runner, "_attack", killed)
         with pytest.raises(Killed):
             run(tmp_path / "out", curve=False)
         with pytest.raises(Killed):

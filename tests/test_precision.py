@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.evaluation import evaluate
+from steelman.evaluation.evaluate import evaluate
 from steelman.precision import full_precision
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import a_model, check, make, the_data

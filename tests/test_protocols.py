@@ -9,7 +9,7 @@ import torch
 
 from steelman.attacks import ATTACKS
 from steelman.errors import UserError
-from steelman.evaluation.harness import evaluate
+from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.protocols import PROTOCOLS, InTurn, autoattack
 from steelman.evaluation.stages import Suite, describe
 from steelman.evaluation.suites import SUITES

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.errors import TrainingInterruptedError, UserError
-from steelman.heads import HEADS, features_of, last_layer
+from steelman.heads import HEADS
+from steelman.models.features import features_of, last_layer
 from steelman.objectives.base import Batch, objections
 from steelman.objectives.pgd_at import PGDAT
 from steelman.objectives.rat import RAT, row_sums, shaken, targets

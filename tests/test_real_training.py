@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.data import get
 from steelman.errors import UserError
+from steelman.training import run
 from tests.training_helpers import metrics
 
 pytestmark = pytest.mark.real_data
@@ -26,7 +27,7 @@ def _mnist() -> None:
 
 
 def test_a_short_run_on_mnist_is_far_more_robust_than_chance(tmp_path: Path) -> None:
-    source, origin = config.read(
+    source, origin = recipes.read(
         "mnist-fastat-style",
         [
             "threat.eps=0.1",
@@ -60,7 +61,7 @@ def test_one_step_without_a_random_start_overfits_is_found_out_and_rolled_back(t
 
     def train(folder: str, start: str, *changes: str) -> list[dict[str, Any]]:
         weights = [f"model={{name: fastat-mnist, weights: {tmp_path / start / 'model.safetensors'}}}"] if start else []
-        source, origin = config.read("mnist-fastat-style", [*common, *weights, *changes])
+        source, origin = recipes.read("mnist-fastat-style", [*common, *weights, *changes])
         run.train(source, tmp_path / folder, console=Console(quiet=True), origin=origin)
         return metrics(tmp_path / folder)
 

@@ -13,11 +13,11 @@ import torch
 import yaml
 
 from steelman.attacks import PGD
-from steelman.config import Published, Recipe, fingerprint, parse, read
 from steelman.errors import UserError
 from steelman.models.classifier import build_classifier
 from steelman.objectives import OBJECTIVES
-from steelman.recipes import MISSING, laid_over, load, recipes, setting
+from steelman.recipe import Published, Recipe, fingerprint, parse, read
+from steelman.recipe_files import MISSING, laid_over, load, recipes, setting
 from steelman.schedules import Schedule, value_at
 
 HE, LLR, RAT, PAS = "Pang et al. (2020)", "Qin et al. (2019)", "Jin et al. (2023)", "Liu et al. (2020)"

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from steelman.attacks import PGD
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import Stage, Suite, evaluate, reduced
-from steelman.evaluation.reduced import alike, native, settled
+from steelman.evaluation import bfloat16
+from steelman.evaluation.bfloat16 import alike, native, settled
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.stages import Stage, Suite
 from steelman.evaluation.suites import suite_named
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import a_model, check, the_data
@@ -112,11 +114,11 @@ class TestWhether:
             return precisions(settled(SUITE, precision, model, the_data(), THREAT, CPU))
 
         strange = Changed(upside_down_in_halves).eval()
-        monkeypatch.setattr(reduced, "native", lambda device: True)
+        monkeypatch.setattr(bfloat16, "native", lambda device: True)
         assert asked("auto", a_model()) == ["bfloat16", "full"]
         assert asked("full", a_model()) == ["full", "full"]
         assert asked("auto", strange) == ["full", "full"]
-        monkeypatch.setattr(reduced, "native", lambda device: False)
+        monkeypatch.setattr(bfloat16, "native", lambda device: False)
         assert asked("auto", a_model()) == ["full", "full"]
         assert asked("bfloat16", a_model()) == ["bfloat16", "full"]
         with pytest.raises(

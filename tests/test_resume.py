@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
 from steelman.rng import Key
-from steelman.training import Trainer
+from steelman.training import Trainer, run
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
     Running,
@@ -226,7 +226,7 @@ RECIPE = ("train", "digits-pgd-at", *(DATA if item.startswith("data.") else item
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same recipe in one go, in this process."""
     folder = tmp_path_factory.mktemp("unbroken")
-    source, origin = config.read(RECIPE[1], RECIPE[2:])
+    source, origin = recipes.read(RECIPE[1], RECIPE[2:])
     run.train(source, folder / "run", console=Console(quiet=True), origin=origin)
     return folder / "run"
 
@@ -292,7 +292,7 @@ def test_a_signal_to_the_command_line(tmp_path: Path, unbroken: Path, number: in
 
 def test_killed_while_evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is over and the test set half read: a resume measures again, and does not train."""
-    source, _ = config.read(RECIPE[1], RECIPE[2:])
+    source, _ = recipes.read(RECIPE[1], RECIPE[2:])
     with monkeypatch.context() as patch:
         patch.setattr(run, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -305,7 +305,7 @@ def test_killed_while_evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_killed_before_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is finished once its report is there; until then a resume goes on."""
-    source, _ = config.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
+    source, _ = recipes.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
     with monkeypatch.context() as patch:
         patch.setattr(run, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
@@ -319,7 +319,7 @@ def read_all(folder: Path) -> dict[str, Any]:
 
 
 def test_an_edited_recipe_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    source, _ = config.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
+    source, _ = recipes.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
     folder = tmp_path / "run"
     run.train(source, folder, console=Console(quiet=True))
     (folder / "run.json").unlink()

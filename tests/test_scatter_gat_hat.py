@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from steelman.errors import TrainingInterruptedError, UserError
-from steelman.models.norms import AuxiliaryNorm, split_norms
+from steelman.models.batchnorm import AuxiliaryNorm, split_norms
 from steelman.objectives import Batch, forwards_of
 from steelman.objectives.feature_scatter import FeatureScatter, distances, transport
 from steelman.objectives.gat import GAT, signs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.errors import TrainingInterruptedError, UserError
-from steelman.models.norms import AuxiliaryNorm, split_norms
+from steelman.models.batchnorm import AuxiliaryNorm, split_norms
 from steelman.objectives.base import Batch, objections
 from steelman.objectives.tla import TLA, Pool
 from steelman.rng import Key

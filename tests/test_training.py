@@ -12,18 +12,19 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman import config, data, run
+from steelman import data
+from steelman import recipe as recipes
 from steelman.attacks import PGD
 from steelman.data import DATASETS, Dataset, NoAugment, Subset
 from steelman.data.source import ArraySource, batches
 from steelman.errors import UserError
-from steelman.evaluation import evaluate
+from steelman.evaluation.evaluate import evaluate
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
 from steelman.schedules import SCHEDULES, value_at
 from steelman.threat import ThreatModel
-from steelman.training import OPTIMIZERS, Compute, Trainer, Validation
+from steelman.training import OPTIMIZERS, Compute, Trainer, Validation, run
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint
 from tests.training_helpers import a_net, a_trainer, metrics, newest, plain_trainer, same, some_data
@@ -455,7 +456,7 @@ def test_compiled_training_matches_plain(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_machine_that_cannot_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch says it without a C++ compiler; other errors are not dressed up."""
-    source, _ = config.read("digits-standard", ["compute.accelerator=cpu", "compute.compile=true"])
+    source, _ = recipes.read("digits-standard", ["compute.accelerator=cpu", "compute.compile=true"])
     kinds = [type(name, (RuntimeError,), {"__module__": name}) for name in ("torch._inductor.exc", "elsewhere")]
     for kind in kinds:
         error = kind("no working C++ compiler\nSet TORCHDYNAMO_VERBOSE=1")
@@ -483,7 +484,7 @@ def test_every_optimizer_trains(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
-    source, origin = config.read(
+    source, origin = recipes.read(
         "digits-pgd-at",
         ["training.epochs=2", "objective.attack.steps=1", "evaluation.samples=20", "compute.accelerator=cpu"],
     )
@@ -508,12 +509,12 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
 
 
 def test_a_recipe_made_in_python_is_kept_so_that_it_can_be_read_again(tmp_path: Path) -> None:
-    source, _ = config.read("digits-pgd-at", ["published={when: 2018-06-19}"])
+    source, _ = recipes.read("digits-pgd-at", ["published={when: 2018-06-19}"])
     source["model"] = {"name": "mlp", "weights": tmp_path / "w.safetensors", "mean": (0.5,)}
     run.prepare(tmp_path / "run", source)
-    kept, _ = config.read(str(tmp_path / "run" / "recipe.yaml"))
-    assert config.parse({**kept, "published": None}) == config.parse({**source, "published": None})
-    assert config.fingerprint(kept) == config.fingerprint(source)
+    kept, _ = recipes.read(str(tmp_path / "run" / "recipe.yaml"))
+    assert recipes.parse({**kept, "published": None}) == recipes.parse({**source, "published": None})
+    assert recipes.fingerprint(kept) == recipes.fingerprint(source)
     source["objective"] = PGDAT()
     with pytest.raises(UserError, match=r"made of numbers, text, lists and mappings.*got PGDAT"):
         run.prepare(tmp_path / "other", source)
@@ -522,9 +523,9 @@ def test_a_recipe_made_in_python_is_kept_so_that_it_can_be_read_again(tmp_path: 
 
 def test_the_seed_decides_the_initial_weights(tmp_path: Path) -> None:
     def first(seed: int) -> Tensor:
-        source, _ = config.read("digits-pgd-at-he", [f"training.seed={seed}"])
+        source, _ = recipes.read("digits-pgd-at-he", [f"training.seed={seed}"])
         before = torch.get_rng_state()
-        net = run.build_model(config.parse(source), (1, 8, 8), 10)
+        net = run.build_model(recipes.parse(source), (1, 8, 8), 10)
         assert torch.equal(torch.get_rng_state(), before), "building a model leaves the global generator alone"
         weight: Tensor = net.state_dict()["head.weight"]
         return weight

@@ -19,7 +19,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from steelman import cli, config, run
+from steelman import cli
+from steelman import recipe as recipes
 from steelman.attacks import PGD, Attack
 from steelman.attacks import pgd as pgd_module
 from steelman.data import load
@@ -29,6 +30,7 @@ from steelman.evaluation.result import interval
 from steelman.evaluation.transfer import TRANSFER_ATTACKS, Cell, Transfer, transfer
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
+from steelman.training import run
 from tests.oracles import rand, randn, red
 
 EPS: dict[Norm, float] = {"linf": 0.05, "l2": 0.15, "l1": 0.2}
@@ -444,7 +446,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A finished run; one of other weights; and one that was for another radius."""
     folder = tmp_path_factory.mktemp("runs")
     one, two, far = (folder / name for name in ("one", "two", "far"))
-    source, origin = config.read("digits-pgd-at", TINY)
+    source, origin = recipes.read("digits-pgd-at", TINY)
     run.train(source, one, console=Console(quiet=True), origin=origin, show=False)
     shutil.copytree(one, two)
     shutil.copytree(one, far)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from steelman.attacks import ATTACKS, PGD
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation import Stage, Suite, evaluate, evidence, verify
-from steelman.evaluation.consistency import MEASURED
-from steelman.evaluation.evidence import DamagedError, read_bundle
-from steelman.evaluation.ledger import ROBUST, WRONG
+from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.stages import Stage, Suite
+from steelman.evidence import bundle as bundles
+from steelman.evidence.bundle import DamagedError, read_bundle
+from steelman.evidence.ledger import ROBUST, WRONG
+from steelman.evidence.verify import MEASURED, verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, FIRST, SUITE, Forged, N, Net, a_model, check, the_data
 
@@ -108,7 +110,7 @@ def nudged(column: str) -> Callable[[Path], Any]:
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "pixel": lambda f: resave(f, FIRST, lambda t: nudge(t["images"])),
     "row": lambda f: resave(f, FIRST, lambda t: nudge(t["rows"])),
-    **{column: nudged(column) for column in evidence.COLUMNS},
+    **{column: nudged(column) for column in bundles.COLUMNS},
     "verdict": lambda f: edit(f, lambda r: r["verdict"].update(correct=r["verdict"]["correct"] + 1)),
     "trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid")),
     "robust count": lambda f: edit(f, lambda r: r.update(robust_correct=r["robust_correct"] + 1)),

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation import evaluate, evidence, verify
-from steelman.evaluation.evidence import DamagedError
+from steelman.evaluation.evaluate import evaluate
+from steelman.evidence import bundle as bundles
+from steelman.evidence.bundle import DamagedError
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import FIRST, Forged, a_model, the_data
 
@@ -151,7 +153,7 @@ def test_a_damaged_header_is_refused_with_a_sentence(bundle: Path) -> None:
 SCRIPT = """
 import resource, sys
 from pathlib import Path
-import steelman.evaluation.verify
+import steelman.evidence.verify
 assert not [name for name in sys.modules if name.startswith("steelman.attacks")], "verify needs no attack"
 from tests.test_verify_malformed import grown
 grown(Path(sys.argv[1]))
@@ -190,7 +192,7 @@ class Level(nn.Module):
 def grown(folder: Path) -> None:
     """Print by how many bytes memory grew while ten times as much data were evaluated and verified."""
     torch.set_num_threads(1)
-    evidence.SHARD_BYTES = 1 << 20
+    bundles.SHARD_BYTES = 1 << 20
 
     def run(n: int) -> int:
         source, model, threat = Endless(n), Level(), ThreatModel(eps=0.12)

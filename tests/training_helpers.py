@@ -193,7 +193,7 @@ def a_batch(net: nn.Module, n: int = 6, *, eps: float = 0.1, ratio: float = 1.0,
 # Real processes. A server that has steelman imported already forks them, so that each one starts at once.
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["steelman.cli", "steelman.run", "tests.training_helpers"])
+_context.set_forkserver_preload(["steelman.cli", "steelman.training.run", "tests.training_helpers"])
 
 
 def _command_line(arguments: list[str], folder: str, name: str, environment: dict[str, str]) -> None:

@@ -10,23 +10,25 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from steelman.attacks import ATTACKS, PGD, Attack
     from steelman.errors import UserError
-    from steelman.evaluation import Evaluation, evaluate
+    from steelman.evaluation.evaluate import evaluate
+    from steelman.evaluation.result import Evaluation
     from steelman.heads import HEADS, embed
     from steelman.objectives import OBJECTIVES, Objective
     from steelman.rng import Key
-    from steelman.run import load_model
     from steelman.schedules import SCHEDULES, Schedule
     from steelman.threat import ThreatModel
+    from steelman.training.run import load_model
 
 # Where each public name lives. They are imported on first use: torch takes seconds, and `steelman --help` needs none.
 _HOMES = {
     "attacks": ("ATTACKS", "PGD", "Attack"),
     "errors": ("UserError",),
-    "evaluation": ("Evaluation", "evaluate"),
+    "evaluation.evaluate": ("evaluate",),
+    "evaluation.result": ("Evaluation",),
     "heads": ("HEADS", "embed"),
     "objectives": ("OBJECTIVES", "Objective"),
     "rng": ("Key",),
-    "run": ("load_model",),
+    "training.run": ("load_model",),
     "schedules": ("SCHEDULES", "Schedule"),
     "threat": ("ThreatModel",),
 }

@@ -23,12 +23,12 @@ from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import ContractError, as_model, predictions
-from steelman.evaluation.evidence import Bundle, data_digest, read_bundle, weights_digest
-from steelman.evaluation.harness import evaluate
-from steelman.evaluation.ledger import digests
+from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite, describe, protocol
-from steelman.evaluation.verify import verify
+from steelman.evidence.bundle import Bundle, data_digest, read_bundle, weights_digest
+from steelman.evidence.ledger import digests
+from steelman.evidence.verify import verify
 from steelman.settings import make
 from steelman.threat import ORDER, Norm, ThreatModel, norms
 

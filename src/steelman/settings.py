@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
+import yaml
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 
 from steelman.errors import UserError, unknown
@@ -140,3 +141,23 @@ def named(kind: str, registry: Mapping[str, Callable[..., Any]]) -> BeforeValida
         return value
 
     return BeforeValidator(build)
+
+
+def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Read ``he:scale=10,margin=0.1`` as a name and its options."""
+    name, _, rest = text.partition(":")
+    return name.strip(), options_from_texts(filter(None, rest.split(",")))
+
+
+def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
+    """Read ``key=value`` texts; values are YAML, and fractions are numbers."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"expected an option as key=value, got {text!r}")
+        try:
+            options[key.strip()] = number(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise UserError(f"{key.strip()}: {value!r} is not a YAML value") from None
+    return options

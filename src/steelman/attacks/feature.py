@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from steelman.attacks.engine import Problem, Search
 from steelman.attacks.pgd import ascend
 from steelman.errors import UserError
-from steelman.heads import Head, check_features, features_of, last_layer
+from steelman.heads import Head
 from steelman.losses import adversarial_loss
+from steelman.models.features import check_features, features_of, last_layer
 from steelman.settings import Count, Number, settings
 
 

@@ -19,6 +19,7 @@ from steelman.evaluation.checks import coarse
 from steelman.evaluation.result import Flag, Trust
 from steelman.losses import adversarial_loss, margin, spread
 from steelman.rng import Key
+from steelman.settings import settings
 from steelman.threat import ThreatModel
 
 STEPS, STARTS, QUERIES, HALVINGS = 20, 3, 200, 10
@@ -263,3 +264,48 @@ def _wrong(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Tensor:
 def _logits(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
     with untouched(model), torch.no_grad():
         return torch.cat([logits_of(model, part) for part in torch.split(x, batch_size)])
+
+
+class Finds:
+    """The first adversarial point that any of several attacks found for each sample, or else the first one's best, and
+    what all of them cost."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x_adv = x.clone()
+        self.success, self.tried = (torch.zeros(len(x), dtype=torch.bool, device=x.device) for _ in range(2))
+        self.counts = torch.zeros(2, len(x), dtype=torch.int64, device=x.device)
+
+    def keep(self, rows: Tensor, found: Found) -> None:
+        """What an attack found for the samples `rows`, of which one may come several times."""
+        rows = rows.to(self.x_adv.device)
+        self.counts.index_add_(1, rows, torch.stack((found.forwards, found.backwards)))
+        news = torch.where(self.tried[rows], found.success & ~self.success[rows], True)
+        # Of several points of one sample the first that fools the model, or the first.
+        order = (news.long() + found.success.long()).argsort(descending=True, stable=True)[: int(news.sum())]
+        firsts = {int(row): int(at) for row, at in zip(rows[order].flip(0), order.flip(0), strict=True)}
+        at, places = (torch.tensor(list(part), dtype=torch.int64) for part in (firsts, firsts.values()))
+        self.x_adv[at], self.success[at] = found.x_adv[places], found.success[places]
+        self.tried[at] = True
+
+
+@settings
+class Pilot:
+    """The attacks that flags are measured with, as one attack."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        threat: ThreatModel,
+        *,
+        index: Tensor | None = None,
+        key: Key = Key(0),  # noqa: B008 - a Key is frozen
+        target: Tensor | None = None,
+    ) -> Tensor:
+        if target is not None:
+            raise UserError("a pilot looks for any wrong class, and knows no target")
+        finds, index = Finds(x), torch.arange(len(x), device=x.device) if index is None else index
+        if len(x):
+            measure(model, x, y, threat, index=index, key=key, keep=finds.keep)
+        return finds.x_adv

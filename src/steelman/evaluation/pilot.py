@@ -12,63 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from steelman.attacks import Found
-from steelman.errors import UserError
-from steelman.evaluation.cascade import Runner
 from steelman.evaluation.curve import accuracy_curve, correct_at, curve_rows, levels_off, ratios
-from steelman.evaluation.evidence import weights_digest
-from steelman.evaluation.masking import SIGNS, flags_of, measure
+from steelman.evaluation.masking import SIGNS, Finds, flags_of, measure
 from steelman.evaluation.result import CurvePoint, Flag
-from steelman.rng import Key
-from steelman.settings import settings
-from steelman.threat import ThreatModel
+from steelman.evaluation.runner import Runner
+from steelman.evidence.bundle import weights_digest
 
 BATCH = 64  # samples at most that are looked at before what was seen is kept
-
-
-class Finds:
-    """The first adversarial point that any of several attacks found for each sample, or else the first one's best, and
-    what all of them cost."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x_adv = x.clone()
-        self.success, self.tried = (torch.zeros(len(x), dtype=torch.bool, device=x.device) for _ in range(2))
-        self.counts = torch.zeros(2, len(x), dtype=torch.int64, device=x.device)
-
-    def keep(self, rows: Tensor, found: Found) -> None:
-        """What an attack found for the samples `rows`, of which one may come several times."""
-        rows = rows.to(self.x_adv.device)
-        self.counts.index_add_(1, rows, torch.stack((found.forwards, found.backwards)))
-        news = torch.where(self.tried[rows], found.success & ~self.success[rows], True)
-        # Of several points of one sample the first that fools the model, or the first.
-        order = (news.long() + found.success.long()).argsort(descending=True, stable=True)[: int(news.sum())]
-        firsts = {int(row): int(at) for row, at in zip(rows[order].flip(0), order.flip(0), strict=True)}
-        at, places = (torch.tensor(list(part), dtype=torch.int64) for part in (firsts, firsts.values()))
-        self.x_adv[at], self.success[at] = found.x_adv[places], found.success[places]
-        self.tried[at] = True
-
-
-@settings
-class Pilot:
-    """The attacks that flags are measured with, as one attack."""
-
-    def __call__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        threat: ThreatModel,
-        *,
-        index: Tensor | None = None,
-        key: Key = Key(0),  # noqa: B008 - a Key is frozen
-        target: Tensor | None = None,
-    ) -> Tensor:
-        if target is not None:
-            raise UserError("a pilot looks for any wrong class, and knows no target")
-        finds, index = Finds(x), torch.arange(len(x), device=x.device) if index is None else index
-        if len(x):
-            measure(model, x, y, threat, index=index, key=key, keep=finds.keep)
-        return finds.x_adv
 
 
 def look_ahead(

@@ -8,7 +8,7 @@ from typing import Any
 
 from steelman.attacks import ATTACKS, Search
 from steelman.errors import unknown
-from steelman.evaluation.pilot import Pilot
+from steelman.evaluation.masking import Pilot
 from steelman.evaluation.protocols import PROTOCOLS, autoattack
 from steelman.evaluation.stages import Stage, Suite
 from steelman.threat import ThreatModel

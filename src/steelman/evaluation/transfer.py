@@ -23,7 +23,7 @@ from steelman.attacks.engine import Search
 from steelman.data.source import ArraySource, Source, batches, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
-from steelman.evaluation.harness import progress, versions
+from steelman.evaluation.evaluate import progress, versions
 from steelman.evaluation.result import Score, interval
 from steelman.evaluation.stages import describe
 from steelman.files import write_atomic

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD, Attack
 from steelman.heads import head_of
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 

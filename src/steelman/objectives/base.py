@@ -17,7 +17,7 @@ from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.attacks.base import logits_of, untouched
 from steelman.errors import UserError
 from steelman.heads import with_margin
-from steelman.models.norms import Branch, routed
+from steelman.models.batchnorm import Branch, routed
 from steelman.rng import Key
 from steelman.settings import named, options_of
 from steelman.threat import ThreatModel

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from steelman.models.norms import Branch
-from steelman.models.statistics import fixed
+from steelman.models.batchnorm import Branch, fixed
 from steelman.objectives.base import Batch, Outcome
 from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings

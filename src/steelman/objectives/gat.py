@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from steelman.attacks.base import input_gradient, logits_of
 from steelman.attacks.pgd import ascend
 from steelman.losses import cross_entropy, kl
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Outcome
 from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings

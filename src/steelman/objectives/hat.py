@@ -13,7 +13,7 @@ from torch import nn
 from steelman.attacks import PGD, Attack
 from steelman.errors import UserError
 from steelman.losses import kl
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 

@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from steelman.attacks.base import input_gradient
-from steelman.models.norms import Branch
-from steelman.models.statistics import fixed, recorded
+from steelman.models.batchnorm import Branch, fixed, recorded
 from steelman.objectives.base import Batch, Outcome
 from steelman.settings import Count, Number, settings
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from steelman.attacks import Attack
-from steelman.heads import Head, check_features, check_readable, features_of, last_layer
+from steelman.heads import Head
 from steelman.losses import kl
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
+from steelman.models.features import check_features, check_readable, features_of, last_layer
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.objectives.pgd_at import PGDAT
 from steelman.objectives.trades import TRADES

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Outcome
 from steelman.settings import settings
 

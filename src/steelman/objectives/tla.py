@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import untouched
 from steelman.errors import UserError
-from steelman.heads import check_features, check_readable, features_of, last_layer
-from steelman.models.norms import Branch, routed
+from steelman.models.batchnorm import Branch, routed
+from steelman.models.features import check_features, check_readable, features_of, last_layer
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.rng import Key
 from steelman.settings import Count, Number, settings

@@ -9,7 +9,7 @@ from torch import nn
 
 from steelman.attacks import PGD, Attack
 from steelman.losses import kl
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Outcome, inner
 from steelman.settings import Number, settings
 

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
-from steelman.models.norms import Branch
+from steelman.models.batchnorm import Branch
 from steelman.schedules import Resets, Scheduled, Warmup, lowest
 from steelman.settings import Count, Number, SettingsError, named, settings
 from steelman.training.awp import AWP

@@ -19,8 +19,8 @@ from steelman.data.augment import Augmentation
 from steelman.data.source import Source, batches, stream
 from steelman.errors import TrainingInterruptedError, UserError, resume_command
 from steelman.heads import Head
+from steelman.models.batchnorm import routed
 from steelman.models.classifier import load_weights
-from steelman.models.norms import routed
 from steelman.objectives import Batch, Objective, is_adversarial
 from steelman.rng import Key
 from steelman.schedules import value_at

@@ -46,7 +46,7 @@ def print_list(kind: Kind) -> None:
         return
     from steelman.attacks import ATTACKS
     from steelman.data import DATASETS
-    from steelman.evaluation import SUITES
+    from steelman.evaluation.suites import SUITES
     from steelman.heads import HEADS
     from steelman.losses import LOSSES
     from steelman.models import MODELS
@@ -99,7 +99,7 @@ def _options(entry: Any, hidden: set[str]) -> str:
 
 
 def _print_recipes() -> None:
-    from steelman.recipes import load, recipes
+    from steelman.recipe_files import load, recipes
 
     sources = {name: load(path) for name, path in recipes().items()}
     print_table(

@@ -20,10 +20,10 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from steelman.errors import UserError
-from steelman.evaluation.evidence import Bundle, read_bundle
-from steelman.evaluation.ledger import ROBUST
 from steelman.evaluation.result import Score
-from steelman.evaluation.verify import verify
+from steelman.evidence.bundle import Bundle, read_bundle
+from steelman.evidence.ledger import ROBUST
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 
 LEVEL = 0.05  # a smaller p settles which of two is the stronger

@@ -16,12 +16,12 @@ from steelman.attacks import ATTACKS, Attack, Search
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
-from steelman.evaluation import DEFAULT_ATTACKS
+from steelman.evaluation.evaluate import DEFAULT_ATTACKS
 from steelman.evaluation.stages import RESERVED
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective, objections
-from steelman.recipes import find, load, setting
+from steelman.recipe_files import find, load, setting
 from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
@@ -306,36 +306,3 @@ def _override(source: dict[str, Any], text: str) -> None:
         place[last] = yaml.safe_load(value) if value else None
     except yaml.YAMLError:
         raise UserError(f"{key}: {value!r} is not a YAML value") from None
-
-
-def attack_from_text(text: str) -> tuple[str, Attack]:
-    """Read ``pgd`` or ``pgd:steps=50,restarts=10`` as a label and an attack.
-
-    >>> attack_from_text("pgd:steps=50")[1].steps
-    50
-    """
-    name, options = name_and_options(text)
-    try:
-        return text, make("attack", ATTACKS, name, options)
-    except SettingsError as error:
-        raise UserError(f"attack {text!r}: {error}") from None
-
-
-def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Read ``he:scale=10,margin=0.1`` as a name and its options."""
-    name, _, rest = text.partition(":")
-    return name.strip(), options_from_texts(filter(None, rest.split(",")))
-
-
-def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` texts; values are YAML, and fractions are numbers."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"expected an option as key=value, got {text!r}")
-        try:
-            options[key.strip()] = number(yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise UserError(f"{key.strip()}: {value!r} is not a YAML value") from None
-    return options

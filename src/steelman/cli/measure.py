@@ -16,18 +16,26 @@ from rich.text import Text
 
 from steelman import data as datasets
 from steelman.attacks import ATTACKS
-from steelman.config import attack_from_text, name_and_options
+from steelman.cli.subjects import (
+    attack_from_text,
+    free_name,
+    model_at,
+    models_named,
+    subject,
+    threat_agreed,
+    threat_from,
+)
 from steelman.errors import UserError
-from steelman.evaluation import Evaluation, Suite, evaluate, verify
 from steelman.evaluation.checks import check_radius
-from steelman.evaluation.evidence import read_bundle, weights_digest
-from steelman.evaluation.harness import versions
-from steelman.evaluation.stages import protocol
+from steelman.evaluation.evaluate import evaluate, versions
+from steelman.evaluation.result import Evaluation
+from steelman.evaluation.stages import Suite, protocol
 from steelman.evaluation.suites import suite_named
 from steelman.evaluation.transfer import Transfer, transfer
+from steelman.evidence.bundle import read_bundle, weights_digest
+from steelman.evidence.verify import verify
 from steelman.report import Entry, html, tables
-from steelman.settings import options_of
-from steelman.subjects import free_name, model_at, models_named, subject, threat_agreed, threat_from
+from steelman.settings import name_and_options, options_of
 
 
 def measure(

@@ -13,9 +13,9 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from steelman import __version__
-from steelman.cli_evidence import app as evidence_app
+from steelman.cli.evidence import app as evidence_app
+from steelman.cli.listing import Kind, console, print_list, print_table
 from steelman.errors import TrainingInterruptedError, UserError
-from steelman.listing import Kind, console, print_list, print_table
 
 app = typer.Typer(
     name="steelman",
@@ -62,10 +62,11 @@ def train(
 
     Example: steelman train digits-pgd-at objective.attack.steps=7 training.seed=1 --out runs/mine
     """
-    from steelman import config, run
+    from steelman import recipe as recipes
+    from steelman.training import run
 
-    source, origin = config.read(recipe, overrides or [])
-    config.check_root(source, origin)
+    source, origin = recipes.read(recipe, overrides or [])
+    recipes.check_root(source, origin)
     folder = out or Path("runs") / re.sub(r"[^\w.+-]+", "-", str(source.get("name", "run")))
     run.train(source, folder, console=console, origin=origin)
 
@@ -76,7 +77,7 @@ def resume(folder: Annotated[Path, typer.Argument(help="The folder of an interru
 
     Example: steelman resume runs/mine
     """
-    from steelman import run
+    from steelman.training import run
 
     run.resume(folder, console)
 
@@ -133,7 +134,7 @@ def evaluate(
 
     Example: steelman evaluate runs/mine --eps 0.3 --suite fast --minutes 20
     """
-    from steelman import measure
+    from steelman.cli import measure
 
     measure.measure(
         target,
@@ -187,7 +188,7 @@ def transfer(
 
     Example: steelman transfer runs/mine runs/theirs --eps 0.2 --attack mim:steps=20
     """
-    from steelman.measure import cross
+    from steelman.cli.measure import cross
 
     cross(
         models,
@@ -260,7 +261,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("
 
     Example: steelman demo --out runs/demo
     """
-    from steelman.demo import run_demo
+    from steelman.cli.demo import run_demo
 
     run_demo(out, console)
 

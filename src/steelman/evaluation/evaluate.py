@@ -24,18 +24,18 @@ from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
-from steelman.evaluation.account import doubts, examples, notes, scores
-from steelman.evaluation.cascade import Runner
+from steelman.evaluation.bfloat16 import CHOICES, settled
 from steelman.evaluation.checks import check_contract, check_manners, check_model
 from steelman.evaluation.curve import measured_with
-from steelman.evaluation.evidence import weights_digest, write_bundle
-from steelman.evaluation.ledger import WRONG, Ledger, Work, writing
 from steelman.evaluation.pilot import look_ahead
-from steelman.evaluation.reduced import CHOICES, settled
 from steelman.evaluation.result import Evaluation, Flag, Trust, Verdict
+from steelman.evaluation.runner import Runner
 from steelman.evaluation.selftest import self_test
 from steelman.evaluation.stages import Suite, protocol
 from steelman.evaluation.suites import suite_named
+from steelman.evaluation.verdict import doubts, examples, notes, scores
+from steelman.evidence.bundle import weights_digest, write_bundle
+from steelman.evidence.ledger import WRONG, Ledger, Work, writing
 from steelman.precision import full_precision
 from steelman.rng import Key
 from steelman.threat import ThreatModel

@@ -21,15 +21,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman import data
-from steelman.config import Recipe, fingerprint, parse, read
 from steelman.errors import UserError, resume_command
-from steelman.evaluation import Evaluation, evaluate
 from steelman.evaluation.checks import check_contract
-from steelman.evaluation.harness import versions
+from steelman.evaluation.evaluate import evaluate, versions
+from steelman.evaluation.result import Evaluation
 from steelman.files import write_atomic
+from steelman.models.batchnorm import route, split_norms
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
-from steelman.models.norms import route, split_norms
 from steelman.objectives import check_model, is_adversarial
+from steelman.recipe import Recipe, fingerprint, parse, read
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
 from steelman.training import Compute, Trained, Trainer

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from steelman.cli.listing import console, print_table
 from steelman.errors import UserError
-from steelman.listing import console, print_table
 
 if TYPE_CHECKING:
     from steelman.data import Dataset
-    from steelman.evaluation.compare import Comparison
+    from steelman.evidence.compare import Comparison
 
 app = typer.Typer()
 
@@ -56,9 +56,9 @@ def verify(
     """
     import torch
 
-    from steelman.evaluation import verify as check
-    from steelman.evaluation.evidence import DamagedError
-    from steelman.subjects import subject
+    from steelman.cli.subjects import subject
+    from steelman.evidence.bundle import DamagedError
+    from steelman.evidence.verify import verify as check
 
     if model is None and (weights or layout or option or head != "linear"):
         raise UserError("--weights, --layout, --head and --option: expected --model with them")
@@ -101,7 +101,7 @@ def verify(
 
 def _dataset(data: str | None, root: Path | None) -> Dataset | None:
     from steelman import data as datasets
-    from steelman.config import name_and_options
+    from steelman.settings import name_and_options
 
     if data is None:
         if root is not None:
@@ -124,10 +124,10 @@ def compare(
 
     Example: steelman compare pgd=runs/mine/evaluations/linf-0.3 trades=runs/theirs/evaluations/linf-0.3
     """
-    from steelman.evaluation import Evaluation
-    from steelman.evaluation.compare import compare as compared
+    from steelman.cli.subjects import free_name
+    from steelman.evaluation.result import Evaluation
+    from steelman.evidence.compare import compare as compared
     from steelman.report import Entry, html
-    from steelman.subjects import free_name
 
     page = out if out is None or out.suffix == ".html" else out / "report.html"
     if page is not None and page.exists():
@@ -149,7 +149,7 @@ def compare(
 
 def _named(texts: Sequence[str]) -> dict[str, Path]:
     """Folders by name: the given one; else the model's; else, where two models are called the same, the folder."""
-    from steelman.evaluation.evidence import read_bundle
+    from steelman.evidence.bundle import read_bundle
 
     given: list[tuple[str, Path]] = []
     for text in texts:
@@ -222,9 +222,9 @@ def gate(
 
     Example: steelman gate runs/mine/evaluations/linf-0.3 --min-robust 0.45
     """
-    from steelman.evaluation import interval
-    from steelman.evaluation import verify as check
-    from steelman.evaluation.evidence import read_bundle
+    from steelman.evaluation.result import interval
+    from steelman.evidence.bundle import read_bundle
+    from steelman.evidence.verify import verify as check
 
     for name, least in (("--min-robust", min_robust), ("--min-clean", min_clean)):
         if not 0 <= least <= 1:

@@ -15,11 +15,11 @@ from steelman.attacks import Search
 from steelman.attacks.base import check_range, logits_of, reseed, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
-from steelman.evaluation.account import doubts
 from steelman.evaluation.checks import ContractError, as_model, check_finite
-from steelman.evaluation.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.evaluation.result import Flag, StageRecord
 from steelman.evaluation.stages import Stage, Suite
+from steelman.evaluation.verdict import doubts
+from steelman.evidence.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.losses import magnitude, margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from steelman import config, run
+from steelman import recipe as recipes
 from steelman.errors import UserError
-from steelman.evaluation import Evaluation
+from steelman.evaluation.result import Evaluation
 from steelman.report import Entry, html, tables
+from steelman.training import run
 from steelman.training.progress import read_history
 
 RECIPES = {"standard": "digits-standard", "PGD-AT": "digits-pgd-at", "PGD-AT + HE": "digits-pgd-at-he"}
@@ -31,7 +32,7 @@ def run_demo(folder: Path, console: Console) -> dict[str, Evaluation]:
     started, found, entries = time.monotonic(), {}, []
     for place, (label, name) in enumerate(RECIPES.items(), 1):
         console.print(f"\n[bold]{place} of {len(RECIPES)}: {label}[/bold]")
-        source, origin = config.read(name)
+        source, origin = recipes.read(name)
         console.print(source["description"], style="dim", highlight=False)
         evaluation = run.train(source, folder / name, console=console, origin=origin, show=False)
         assert evaluation is not None  # the demo is a single process

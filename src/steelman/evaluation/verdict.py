@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steelman.evaluation.ledger import pilot_size
 from steelman.evaluation.masking import flag
 from steelman.evaluation.result import Example, Flag, Score
+from steelman.evidence.ledger import pilot_size
 
 if TYPE_CHECKING:
-    from steelman.evaluation.cascade import Runner
+    from steelman.evaluation.runner import Runner
 
 # What targeted attacks may break that untargeted ones left, before somebody should ask why.
 TARGETED_AHEAD = 0.1

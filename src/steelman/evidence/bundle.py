@@ -16,18 +16,18 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from steelman.errors import UserError
-from steelman.evaluation.ledger import Ledger, writing
 from steelman.evaluation.result import Evaluation
-from steelman.evaluation.schema import Claims
+from steelman.evidence.ledger import Ledger, writing
 from steelman.files import write_atomic
 from steelman.threat import ThreatModel
 
@@ -234,3 +234,85 @@ def weights_digest(model: nn.Module) -> str:
 def data_digest(digests: Tensor) -> str:
     """The SHA-256 of the samples' own digests, in their order."""
     return hashlib.sha256(digests.numpy().tobytes()).hexdigest()
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+
+
+class _Planned(_Part):
+    name: str
+    attack: dict[str, Any]
+    share: Annotated[float, Field(gt=0, le=1)]
+    sentinel: bool
+    escalation: bool
+    pilot: bool
+
+
+class _Suite(_Part):
+    name: str
+    protocol: bool
+    stages: Annotated[list[_Planned], Field(min_length=1)]
+
+
+class _Stage(_Part):
+    name: str
+    settings: dict[str, Any]
+    attacked: Count
+    broken: Count
+    left: Count
+    forwards: Count
+    backwards: Count
+
+
+class _Flag(_Part):
+    name: str
+    figure: float
+    limit: float
+    raised: bool
+    trust: Literal["sound", "suspect", "invalid"]
+    text: str
+
+
+class _Verdict(_Part):
+    correct: Count
+    total: Count
+    suite: str
+    trust: Literal["sound", "suspect", "invalid"]
+    reasons: list[str]
+    flags: list[_Flag]
+    complete: bool
+    escalated: bool
+    protocol: bool
+
+
+class Claims(_Part):
+    """The claims of an evaluation; what more is written there is settings."""
+
+    model: str
+    weights: Hash
+    data: str
+    total: Annotated[Count, Field(gt=0)]
+    threat: dict[str, Any]
+    suite: _Suite
+    seed: int
+    batch_size: Annotated[Count, Field(gt=0)]
+    versions: dict[str, str]
+    classes: Annotated[list[str], Field(min_length=2)]
+    data_digest: Hash
+    clean_correct: Count
+    robust_correct: Count
+    stages: list[_Stage]
+    verdict: _Verdict | None
+    confusion: list[list[Count]]
+    right: list[Count]
+    curve: list[dict[str, Any]]
+    curve_attack: str
+    notes: list[str]
+    gallery: Hash
+    files: dict[str, Hash]
+    seal: Hash

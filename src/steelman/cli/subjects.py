@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from torch import nn
 
 from steelman import data as datasets
-from steelman.config import name_and_options, options_from_texts
+from steelman.attacks import ATTACKS, Attack
 from steelman.errors import UserError, unknown
 from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, imported, load_state, load_weights
-from steelman.run import load_model
-from steelman.settings import SettingsError
+from steelman.settings import SettingsError, make, name_and_options, options_from_texts
 from steelman.threat import ThreatModel
+from steelman.training.run import load_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,3 +169,16 @@ def free_name(folder: Path) -> Path:
         count += 1
         place = folder.with_name(f"{folder.name}-{count}")
     return place
+
+
+def attack_from_text(text: str) -> tuple[str, Attack]:
+    """Read ``pgd`` or ``pgd:steps=50,restarts=10`` as a label and an attack.
+
+    >>> attack_from_text("pgd:steps=50")[1].steps
+    50
+    """
+    name, options = name_and_options(text)
+    try:
+        return text, make("attack", ATTACKS, name, options)
+    except SettingsError as error:
+        raise UserError(f"attack {text!r}: {error}") from None

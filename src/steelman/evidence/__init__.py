@@ -1,0 +1,1 @@
+"""Evidence: what an evaluation leaves on disk, and how anybody checks it."""
