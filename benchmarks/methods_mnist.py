@@ -3,7 +3,8 @@
     python benchmarks/methods_mnist.py            # all of it; runs that are there already are not run again
     python benchmarks/methods_mnist.py --quick    # one seed, a few images: does it work?
 
-Writes docs/methods-mnist.md. Each run is one ordinary ``steelman.training.run.train`` with one thread; `--jobs` of them side by
+Writes docs/methods-mnist.md. What each run came to is kept in benchmarks/results/methods-mnist, and is not measured
+again while its recipe stays the same. Each run is one ordinary ``steelman.training.run.train`` with one thread; `--jobs` of them side by
 side.
 Times are CPU seconds of one thread, batch by batch in turn from all methods, so that a busy machine slows all alike.
 """
@@ -16,6 +17,7 @@ import io
 import json
 import multiprocessing
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,19 @@ from scipy.stats import bootstrap
 from steelman import data as datasets
 from steelman import recipe as recipes
 from steelman.evaluation.evaluate import versions
-from steelman.objectives import OBJECTIVES, Batch
-from steelman.rng import Key
+from steelman.files import write_atomic
+from steelman.objectives import OBJECTIVES
+from steelman.objectives.criterion import Criterion
 from steelman.training import run
 
 EPS, STEPS, STEP = 0.2, 5, 0.1
 INNER = {"name": "pgd", "steps": STEPS, "step_size": STEP}
 RADIUS = {"llr": {"name": "linear", "start": 0, "end": EPS, "until": 0.3}}
 HEADS = ("linear", "he")
+EPOCHS = 12
+SMOOTH = ("llr", "cure")  # they differentiate an input gradient once more, and ReLU has no second derivative
+SETTLED = {6: "half", 24: "twice"}  # PGD-AT for half and for twice the epochs: does the accuracy still rise?
+RESULTS = Path(__file__).parent / "results" / "methods-mnist"
 LARGER = "smallcnn"  # the network of TRADES, for what a head costs beside more of a backbone
 COLUMNS = ("clean", "PGD-50", "PGD-50 margin", "adaptive PGD-50", "worst case")
 
@@ -59,18 +66,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str, head: str, seed: int, helper: Path | None, quick: bool) -> dict[str, Any]:
+def recipe(name: str, head: str, seed: int, helper: Path | None, quick: bool, epochs: int = EPOCHS) -> dict[str, Any]:
     """One run."""
     last = {"steps": 50, "step_size": 0.02}
     return {
         "name": f"{name} {head} {seed}",
         "data": {"name": "mnist"},
-        "model": {"name": "fastat-mnist", "activation": "silu"},
+        "model": {"name": "fastat-mnist", "activation": "softplus" if name in SMOOTH else "relu"},
         "head": {"name": head},
         "threat": {"norm": "linf", "eps": EPS},
         "objective": {"name": name, **SETTINGS[name], **({"helper": str(helper)} if name == "hat" else {})},
         "training": {
-            "epochs": 1 if quick else 5,
+            "epochs": 1 if quick else epochs,
             "batch_size": 100,
             "optimizer": "adam",
             "lr": {"name": "piecewise", "points": [[0, 0], [0.3, 5e-3], [1, 0]]},
@@ -92,17 +99,22 @@ def recipe(name: str, head: str, seed: int, helper: Path | None, quick: bool) ->
     }
 
 
-def one(work: Path, name: str, head: str, seed: int, quick: bool) -> dict[str, Any]:
+def one(work: Path, name: str, head: str, seed: int, quick: bool, epochs: int = EPOCHS) -> dict[str, Any]:
     """Train and measure; or read what an earlier call measured with the same recipe."""
     torch.set_num_threads(1)
-    source = recipe(name, head, seed, work / f"standard-linear-{seed}", quick)
-    folder = work / f"{name}-{head}-{seed}"
-    done = folder / "bench.json"
-    key = recipes.fingerprint({**source, "measured with": source["evaluation"]})
-    if done.is_file() and (kept := json.loads(done.read_text()))["key"] == key:
+    source = recipe(name, head, seed, work / f"standard-linear-{seed}", quick, epochs)
+    label = f"{name}-{head}-{seed}" + (f"-{epochs}-epochs" if epochs != EPOCHS else "")
+    folder, done = work / label, (work if quick else RESULTS) / f"{label}.json"
+    # The folder of the helper is another on each machine; the model in it is not.
+    plain = {key: value for key, value in source["objective"].items() if key != "helper"}
+    measured = {key: source["evaluation"][key] for key in ("attacks", "samples")}
+    key = recipes.fingerprint({**source, "objective": plain, "measured with": measured})
+    wanted = name == "standard" and head == "linear" and not (folder / "run.json").exists()  # HAT's helper
+    if done.is_file() and (kept := json.loads(done.read_text()))["key"] == key and not wanted:
         return dict(kept)
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}-old-{time.time_ns()}"))
+    started = time.monotonic()
     found = run.train(source, folder, console=Console(file=io.StringIO()), show=False)
     assert found is not None
     record = {
@@ -110,11 +122,22 @@ def one(work: Path, name: str, head: str, seed: int, quick: bool) -> dict[str, A
         "name": name,
         "head": head,
         "seed": seed,
+        "epochs": source["training"]["epochs"],
         "n": found.total,
         "scores": {score.name: score.correct / score.total for score in found.scores},
+        "seconds": round(time.monotonic() - started),
+        "commit": commit(),
+        "versions": versions(),
     }
-    done.write_text(json.dumps(record))
+    done.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(done, json.dumps(record, indent=1).encode())
     return record
+
+
+def commit() -> str:
+    """The commit that is run."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 class Stepper:
@@ -128,30 +151,18 @@ class Stepper:
         self.optimizer = self.recipe.training.optimizer(self.net.parameters())
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-3
-        self.x, self.y, self.carry, self.count = x, y, {}, 0  # type: ignore[var-annotated]
+        self.x, self.y, self.count = x, y, 0
+        self.criterion = Criterion(self.recipe.objective, self.net, self.recipe.threat, steps=10**6, helper=self.helper)
 
     def __call__(self) -> float:
         """CPU seconds of one batch, replays included."""
-        objective, size = self.recipe.objective, self.recipe.training.batch_size
+        size = self.recipe.training.batch_size
         started = time.process_time()
         rows = (torch.arange(size) + size * self.count) % len(self.x)
-        for _ in range(getattr(objective, "replays", 1)):
-            batch = Batch(
-                x=self.x[rows],
-                y=self.y[rows],
-                index=rows,
-                threat=self.recipe.threat,
-                ratio=1.0,
-                key=Key(0).fold("attack", self.count),
-                net=self.net,
-                carry=self.carry,
-                helper=self.helper,
-            )
-            outcome = objective(self.net, batch)
+        for x, y, index in self.criterion.batches([(self.x[rows], self.y[rows], rows)]):
+            loss = self.criterion(x, y, index=index)
             self.optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(outcome.loss)
-            if outcome.after is not None:
-                outcome.after()
+            torch.autograd.backward(loss)
             self.optimizer.step()
         self.count += 1
         return time.process_time() - started
@@ -174,7 +185,9 @@ def timings(names: list[str], rounds: int) -> dict[tuple[str, str], list[float]]
     return seconds
 
 
-def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[float]], command: str) -> str:
+def page(
+    results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[float]], settled: list[dict[str, Any]]
+) -> str:
     """The measured page."""
     table: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
@@ -182,31 +195,47 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
     seeds = sorted({result["seed"] for result in results})
     n = results[0]["n"]
 
+    def values(key: tuple[str, str], column: str) -> list[float]:
+        return [100 * one["scores"][column] for one in sorted(table[key], key=lambda one: int(one["seed"]))]
+
     def stat(key: tuple[str, str], column: str) -> tuple[float, float]:
-        values = [100 * result["scores"][column] for result in table[key]]
-        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        found = values(key, column)
+        return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
 
     def share(key: tuple[str, str], of: tuple[str, str]) -> float:
         return statistics.median(seconds[key]) / statistics.median(seconds[of])
 
-    bar = stat(("pgd-at", "linear"), "worst case")
+    def gap(key: tuple[str, str], of: tuple[str, str]) -> tuple[str, str]:
+        """The difference in the worst case, and whether it is beyond two standard errors over the seeds."""
+        ours, theirs = stat(key, "worst case"), stat(of, "worst case")
+        apart, error = ours[0] - theirs[0], ((ours[1] ** 2 + theirs[1] ** 2) / len(seeds)) ** 0.5
+        return f"{apart:+.1f} ± {error:.1f}", "noise" if abs(apart) <= 2 * error else "worse" if apart < 0 else "better"
+
+    base = ("pgd-at", "linear")
+    heads = {name: gap((name, "he"), (name, "linear"))[1] for name in SETTINGS if (name, "he") in table}
+    said = {word: [name for name, one in heads.items() if one == word] for word in ("better", "worse", "noise")}
     lines = [
         "# Every method on MNIST, with and without a hypersphere head",
         "",
-        f"Written by `{command}`. A small comparison, not a published table: network `fastat-mnist` with",
-        f"SiLU, 10,000 training images, 5 epochs, batch 100, Adam, linf eps {EPS}, inner attacks of {STEPS} x {STEP};",
-        "FreeAT, FastAT, feature scatter, GAT and LLR attack as they are defined. The last epoch is measured on the",
-        f"first {n} test images: accuracy in %, mean and standard deviation over seeds {', '.join(map(str, seeds))}.",
-        "PGD-50 has steps of 0.02; the margin attack is the same with the margin loss, the adaptive one climbs the",
-        "training loss with the head's margin; the worst case is per image. One seed's 95% interval reaches about",
-        f"{196 * (0.25 / n) ** 0.5:.0f} points either way at 50%: small differences are none. The settings are those",
-        "in `benchmarks/methods_mnist.py`, tuned for none of them; LLR alone has a radius that grows, over 30%.",
+        "Look up here what a method gives and costs on a small problem, before you spend a GPU on it. This is a small",
+        "comparison. It is no published table.",
         "",
-        "Time: CPU seconds for an epoch relative to PGD-AT with a linear head (replays included), medians over "
-        f"{len(next(iter(seconds.values())))} batches, each taken in turn with the others', one thread.",
+        f"- Network `fastat-mnist` with ReLU ({' and '.join(SMOOTH)} with softplus: they need a second derivative).",
+        f"- 10,000 training images, {EPOCHS} epochs, batch 100, Adam, linf eps {EPS}.",
+        f"- Inner attacks take {STEPS} steps of {STEP}. FreeAT, FastAT, feature scatter, GAT and LLR attack as they are",
+        "  defined.",
+        f"- The last epoch is measured on the first {n} test images. Accuracy in %: mean and standard deviation over",
+        f"  seeds {', '.join(map(str, seeds))}.",
+        "- PGD-50 has steps of 0.02. The margin attack is the same with the margin loss. The adaptive attack climbs the",
+        "  loss with the head's margin. The worst case is per image.",
+        "- The settings are those in `benchmarks/methods_mnist.py`. They are tuned for none of the methods. LLR alone has",
+        "  a radius that grows, over the first 30% of the training.",
         "",
-        f"| method | head | {' | '.join(COLUMNS)} | time | against PGD-AT |",
-        f"|---|---|{'---|' * len(COLUMNS)}---|---|",
+        "A difference counts when it is beyond two standard errors over the seeds. Everything else is called noise. With",
+        f"{len(seeds)} seeds a standard error is itself uncertain: read a difference near the limit as open.",
+        "",
+        f"| method | head | {' | '.join(COLUMNS)} | time | against PGD-AT | HE against linear |",
+        f"|---|---|{'---|' * len(COLUMNS)}---|---|---|",
     ]
     for name in SETTINGS:
         for head in HEADS:
@@ -214,36 +243,67 @@ def page(results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[floa
             if key not in table:
                 continue
             cells = ["{:.1f} ± {:.1f}".format(*stat(key, column)) for column in COLUMNS]
-            mean, spread = stat(key, "worst case")
-            apart = mean - bar[0]
-            noise = 2 * ((spread**2 + bar[1] ** 2) / len(seeds)) ** 0.5
-            verdict = f"{apart:+.1f} {'noise' if abs(apart) <= noise else 'worse' if apart < 0 else 'better'}"
-            if key == ("pgd-at", "linear"):
-                verdict = "-"
-            time_share = f"{share(key, ('pgd-at', 'linear')):.2f}x"
-            lines.append(f"| {name} | {head} | {' | '.join(cells)} | {time_share} | {verdict} |")
+            against = "-" if key == base else " ".join(gap(key, base))
+            head_cell = " ".join(gap(key, (name, "linear"))) if head == "he" else ""
+            time_share = f"{share(key, base):.2f}x"
+            lines.append(f"| {name} | {head} | {' | '.join(cells)} | {time_share} | {against} | {head_cell} |")
     pairs = {
         name: [a / b - 1 for a, b in zip(seconds[name, "he"], seconds[name, "linear"], strict=True)]
         for name in (*SETTINGS, LARGER)
     }
-    extra = {name: statistics.median(pairs[name]) for name in SETTINGS}
     every = [pair for name in SETTINGS for pair in pairs[name]]
     low, high = bootstrap((numpy.array(every),), numpy.median, n_resamples=2000, rng=0).confidence_interval
-    behind = sum(stat((name, "he"), "worst case") < stat((name, "linear"), "worst case") for name in extra)
-    listed = ", ".join(f"{name} {value:+.1%}" for name, value in extra.items())
-    found = versions()
     lines += [
         "",
-        "The last column is the difference in worst-case accuracy to PGD-AT with a linear head; within two standard",
-        "errors over seeds it is called noise.",
+        "The last two columns are differences in worst-case accuracy, with their standard errors.",
         "",
-        f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches,",
-        "one with the head and the next without (95% bootstrap interval of the median",
-        f"{low:+.1%} .. {high:+.1%}). By method, each a median of {len(every) // len(SETTINGS)} pairs and so far less",
-        f"certain: {listed}; PGD-AT with the larger `{LARGER}`: {statistics.median(pairs[LARGER]):+.1%}.",
+        "## What the hypersphere head does here",
         "",
-        f"The hypersphere head, with its default scale and margin, has the lower mean worst case for {behind} of the",
-        f"{len(extra)} methods after these 5 short epochs.",
+        *(
+            f"- {word}: {', '.join(names) or 'none'}."
+            for word, names in zip(
+                ("Significantly better with it", "Significantly worse with it", "Not to be told apart"),
+                said.values(),
+                strict=True,
+            )
+        ),
+        "",
+        "The head has its default scale and margin throughout.",
+        "",
+        "## Has the training settled?",
+        "",
+        "PGD-AT for half and for twice the epochs: worst-case accuracy, mean and standard deviation over the seeds.",
+        "",
+        f"| head | {' | '.join(f'{epochs} epochs' for epochs in sorted((*SETTLED, EPOCHS)))} |",
+        f"|---|{'---|' * (len(SETTLED) + 1)}",
+    ]
+    for head in HEADS:
+        cells = []
+        for epochs in sorted((*SETTLED, EPOCHS)):
+            runs = [
+                one
+                for one in (*results, *settled)
+                if (one["name"], one["head"], one["epochs"]) == ("pgd-at", head, epochs)
+            ]
+            worst = [100 * one["scores"]["worst case"] for one in runs]
+            spread = statistics.stdev(worst) if len(worst) > 1 else 0.0
+            cells.append(f"{statistics.mean(worst):.1f} ± {spread:.1f}" if worst else "")
+        lines.append(f"| {head} | {' | '.join(cells)} |")
+    found, hours = versions(), sum(one["seconds"] for one in (*results, *settled)) / 3600
+    commits = sorted({one["commit"] for one in (*results, *settled)})
+    lines += [
+        "",
+        "## Time",
+        "",
+        "CPU seconds of an epoch relative to PGD-AT with a linear head, replays included: medians over "
+        f"{len(next(iter(seconds.values())))} batches, each taken in turn with the others', one thread.",
+        "",
+        f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches (95%",
+        f"bootstrap interval of the median {low:+.1%} .. {high:+.1%}). With the larger `{LARGER}` and PGD-AT:",
+        f"{statistics.median(pairs[LARGER]):+.1%}.",
+        "",
+        f"All runs together took {hours:.1f} hours of one thread, at commit {', '.join(commits)}. Each run's numbers are",
+        "in `benchmarks/results/methods-mnist`.",
         "",
         f"Versions: {', '.join(f'{name} {value}' for name, value in found.items())}.",
         "",
@@ -268,24 +328,32 @@ def main() -> None:
     # The standard models come first: HAT learns from them.
     names = ["standard", *(name for name in SETTINGS if name in options.only and name != "standard")]
     results: list[dict[str, Any]] = []
+    settled: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         for group in (names[:1], names[1:]):
-            jobs = [
-                pool.submit(one, work, name, head, seed, options.quick)
+            jobs = {
+                pool.submit(one, work, name, head, seed, options.quick): results
                 for seed in seeds
                 for name in group
                 for head in HEADS
-            ]
+            }
+            if "pgd-at" in group and not options.quick:
+                jobs |= {
+                    pool.submit(one, work, "pgd-at", head, seed, False, epochs): settled
+                    for seed in seeds
+                    for epochs in SETTLED
+                    for head in HEADS
+                }
             for job in concurrent.futures.as_completed(jobs):
                 result = job.result()
-                results.append(result)
+                jobs[job].append(result)
                 scores = ", ".join(f"{key} {100 * value:.1f}" for key, value in result["scores"].items())
                 print(f"{result['name']} {result['head']} seed {result['seed']}: {scores}", flush=True)
     if set(names) != set(SETTINGS):
         return
     seconds = timings(names, 3 if options.quick else 60)
-    text = page(results, seconds, "make bench-methods")
+    text = page(results, seconds, settled)
     print(text)
     if not options.quick:
         options.out.write_text(text)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from steelman import recipe as recipes
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.heads import HEADS
-from steelman.objectives import OBJECTIVES, Batch, Outcome
+from steelman.objectives import OBJECTIVES, Batch, Objective, Outcome
 from steelman.objectives.free_at import FreeAT
 from steelman.training import AWP, Around, Trainer, run
 from steelman.training.guard import stagnation
@@ -46,12 +46,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(changes: dict[str, Any], tmp
 def test_replays_show_each_batch_that_often_in_a_row(tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
-    class Watching:
-        replays, inner = 3, FreeAT(replays=3)
+    class Watching(Objective):
+        repeats, inner = 3, FreeAT(replays=3)
 
-        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        def __call__(self, batch: Batch) -> Outcome:
             seen.append(batch.index.tolist())
-            return self.inner(model, batch)
+            return self.inner(batch)
 
     trainer = plain_trainer(tmp_path, objective=Watching(), training={"epochs": 2})
     trainer.fit()

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
 from steelman.training import Trainer, checkpoint
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint, load_newest, save_checkpoint
-from tests.training_helpers import a_trainer, interrupted_at, newest, plain_trainer, said, same, same_run
+from tests.training_helpers import Made, a_trainer, interrupted_at, newest, plain_trainer, said, same, same_run
 
 STATE: dict[str, Any] = {
     "numbers": {
@@ -244,16 +243,16 @@ def test_a_full_disk_loses_nothing_saved_before(
 ) -> None:
     where, failure = FAILURES[name]
     trainer = a_trainer(tmp_path, training={"save_minutes": 1e-9})
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         if trainer.progress.step == step:
             before.update({path.name: load_checkpoint(path) for path in checkpoints(tmp_path)})
             target = os if where.startswith("os.") else checkpoint
             patch.setattr(target, where.removeprefix("os."), failure)
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     before: dict[str, Any] = {}
     with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
         trainer.fit()
@@ -310,18 +309,18 @@ def test_what_a_killed_save_left_is_no_checkpoint(stopped: Path, whole: Path, tm
 def test_what_an_objective_carries_comes_back_to_the_bit(tmp_path: Path) -> None:
     carried: list[dict[str, torch.Tensor]] = []
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         carried.append({name: value.clone() for name, value in batch.carry.items()})
         batch.carry["delta"] = torch.randn(4, 1, 4, 4) / 3
         batch.carry["double"] = torch.rand((), dtype=torch.float64)
         batch.carry["count"] = batch.carry.get("count", torch.tensor(0)) + 1
-        logits = model(batch.x)
+        logits = batch.clean()
         return Outcome(logits.square().mean(), logits.detach())
 
     trainer = a_trainer(tmp_path, objective=objective)
     with interrupted_at({7}, trainer), pytest.raises(TrainingInterruptedError):
         trainer.fit()
-    last = {name: value.clone() for name, value in trainer.carry.items()}
+    last = {name: value.clone() for name, value in trainer.criterion.carry.items()}
     carried.clear()
     a_trainer(tmp_path, objective=objective).fit(resume=True)
     assert int(last["count"]) == 8

@@ -137,9 +137,9 @@ def test_a_radius_per_epoch_is_held_for_it(tmp_path: Path) -> None:
     class Watching:
         inner = OBJECTIVES["standard"]()
 
-        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        def __call__(self, batch: Batch) -> Outcome:
             seen.append((batch.threat.eps, batch.ratio))
-            return self.inner(model, batch)
+            return self.inner(batch)
 
     eps = SCHEDULES["cosine"](start=0.0, end=0.15, cap=0.1)
     plain_trainer(tmp_path, objective=Watching(), training={"epochs": 3, "eps": eps, "eps_per": "epoch"}).fit()

@@ -22,7 +22,7 @@ from steelman.threat import ThreatModel
 from steelman.training import Guard, Trainer, Validation, run
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
 from steelman.training.guard import blind, collapse, poisoned, stop_on_signals
-from tests.training_helpers import a_net, a_trainer, metrics, plain_trainer, same, some_data
+from tests.training_helpers import Made, a_net, a_trainer, metrics, plain_trainer, same, some_data
 
 
 def epochs(*scores: tuple[float, float]) -> list[dict[str, Any]]:
@@ -87,9 +87,9 @@ def robustness(values: list[float]) -> Any:
     return attack
 
 
-def as_if_attacked(model: nn.Module, batch: Batch) -> Outcome:
+def as_if_attacked(batch: Batch) -> Outcome:
     """Clean training that does not say that it has no adversary."""
-    return OBJECTIVES["standard"]()(model, batch)
+    return OBJECTIVES["standard"]()(batch)
 
 
 def test_the_scripted_attack_does_what_it_says(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_a_provoked_collapse(tmp_path: Path, on_collapse: Any, select: str, kept
 
 def failing(trainer: Trainer, step: int, how: str) -> None:
     """Make the objective's loss, or only its gradient, NaN or infinite at one step."""
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
-        outcome = inner(model, batch)
+    def objective(batch: Batch) -> Outcome:
+        outcome = inner(batch)
         if trainer.progress.step != step:
             return outcome
         if how == "gradient":
@@ -158,7 +158,7 @@ def failing(trainer: Trainer, step: int, how: str) -> None:
             return Outcome(outcome.loss + ((weight - weight.detach()).abs().sum()).sqrt(), outcome.logits)
         return Outcome(outcome.loss * float(how), outcome.logits)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
 
 
 @pytest.mark.parametrize("how", ["nan", "inf"])
@@ -183,14 +183,14 @@ def test_a_loss_that_is_not_finite_does_not_reach_the_weights(tmp_path: Path) ->
     trainer = a_trainer(tmp_path)
     before: dict[str, Tensor] = {}
     failing(trainer, 8, "nan")
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         if trainer.progress.step == 8:
             before.update({name: value.detach().clone() for name, value in trainer.net.named_parameters()})
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     trainer.fit()
     same(before, {name: value.detach() for name, value in trainer.net.named_parameters()})
 

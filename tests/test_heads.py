@@ -414,9 +414,9 @@ def test_training_in_project_mode_keeps_the_weights_on_the_sphere(name: str, aro
     class Watching:
         inner = OBJECTIVES["standard"]()
 
-        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        def __call__(self, batch: Batch) -> Outcome:
             lengths.append(net.head.weight.detach().norm(dim=1))
-            return self.inner(model, batch)
+            return self.inner(batch)
 
     first = net.head.weight.detach().clone()
     state = plain_trainer(tmp_path, net=net, objective=Watching(), around=around).fit().state
@@ -441,10 +441,10 @@ def test_one_step_of_the_trainer_is_projected_gradient_descent(tmp_path: Path) -
     class Watching:
         inner = OBJECTIVES["standard"]()
 
-        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        def __call__(self, batch: Batch) -> Outcome:
             before = net.head.weight.detach().clone()
             with features_of(net) as features:
-                outcome = self.inner(model, batch)
+                outcome = self.inner(batch)
             unit = before.clone().requires_grad_()
             z = F.normalize(features[0].detach(), dim=1)
             logits = 15 * z @ unit.T - 15 * 0.2 * F.one_hot(batch.y, 3)

@@ -103,7 +103,7 @@ class TestLLR:
         batch, naive, x_adv = given(net, head)
         losses, gaps, rises = parts(naive, batch, x_adv)
         expected = mean([a + 2.5 * b.abs() + 0.7 * c.abs() for a, b, c in zip(losses, gaps, rises)])
-        outcome = LLR(weight=2.5, mu=0.7)(net, batch)
+        outcome = LLR(weight=2.5, mu=0.7)(batch)
         assert outcome.x_adv is x_adv, "the images of the first pass serve the second"
         check_gradients(net, naive, outcome.loss, expected)
         torch.testing.assert_close(outcome.logits, naive.rows(x_adv).detach())
@@ -119,14 +119,14 @@ class TestLLR:
             _, gradient = slope(naive, batch.x[row : row + 1], batch.y[row : row + 1])
             norms.append((gradient**2).sum() ** 0.5)
         expected = mean([a + 2.5 * b.abs() + 0.7 * c for a, b, c in zip(losses, gaps, norms)])
-        check_gradients(net, naive, LLR(weight=2.5, mu=0.7, penalty="norm")(net, batch).loss, expected)
+        check_gradients(net, naive, LLR(weight=2.5, mu=0.7, penalty="norm")(batch).loss, expected)
 
     def test_the_loss_tells_the_known_mistakes_apart(self) -> None:
         net = a_small("linear")
         batch, naive, x_adv = given(net, "linear")
         losses, gaps, rises = parts(naive, batch, x_adv)
         assert all(min(values) < 0 < max(values) for values in (gaps, rises))
-        loss = float(LLR(weight=2, mu=1)(net, batch).loss.detach())
+        loss = float(LLR(weight=2, mu=1)(batch).loss.detach())
         gap, rise = mean([value.abs() for value in gaps]), mean([value.abs() for value in rises])
         assert loss == pytest.approx(float((mean(losses) + 2 * gap + rise).detach()))
         for wrong in (
@@ -151,7 +151,7 @@ class TestLLR:
             )
             rise = (ahead - behind) / (2 * t)
             expected = expected + (clean + 4 * (moved - clean - rise).abs() + 3 * rise.abs()) / len(batch.x)
-        loss = LLR()(net, batch).loss
+        loss = LLR()(batch).loss
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         torch.autograd.backward(loss)
         gradients = torch.autograd.grad(expected, list(naive.values.values()))
@@ -165,7 +165,7 @@ class TestLLR:
         eps = {"linf": 0.1, "l2": 0.4, "l1": 1.0}[norm]
         batch = a_batch(net, n=3, threat=ThreatModel(norm=norm, eps=eps))
         naive = Recomputed(net, head)
-        outcome = LLR(steps=4, lr=0.05)(net, batch)
+        outcome = LLR(steps=4, lr=0.05)(batch)
         assert outcome.x_adv is not None
         assert batch.threat.contains(outcome.x_adv, batch.x).all()
         assert not outcome.x_adv.requires_grad
@@ -200,7 +200,7 @@ class TestLLR:
         batch = a_batch(net)
         rows = torch.tensor([4, 1])
         fewer = dataclasses.replace(batch, x=batch.x[rows], y=batch.y[rows], index=batch.index[rows])
-        all_rows, two = (LLR()(net, given_batch).x_adv for given_batch in (batch, fewer))
+        all_rows, two = (LLR()(given_batch).x_adv for given_batch in (batch, fewer))
         assert all_rows is not None
         assert two is not None
         torch.testing.assert_close(all_rows[rows], two, rtol=0, atol=1e-9)
@@ -208,7 +208,7 @@ class TestLLR:
     def test_without_a_radius_it_is_cross_entropy(self) -> None:
         net = a_small("he")
         batch = a_batch(net, eps=0.0, ratio=0.0)
-        outcome = LLR()(net, batch)
+        outcome = LLR()(batch)
         naive = Naive(net, "he")
         check_gradients(net, naive, outcome.loss, naive.loss(batch.x, batch.y, margin=True))
         assert outcome.x_adv is batch.x
@@ -216,42 +216,59 @@ class TestLLR:
     def test_without_a_radius_a_penalty_on_the_norm_stays(self) -> None:
         net = a_small("he")
         batch = a_batch(net, eps=0.0, ratio=0.0)
-        plain = LLR(mu=0.0, penalty="norm")(net, batch).loss
-        torch.testing.assert_close(plain, Standard()(net, batch).loss)
-        assert LLR(mu=1.0, penalty="norm")(net, batch).loss > plain + 1e-3
+        plain = LLR(mu=0.0, penalty="norm")(batch).loss
+        torch.testing.assert_close(plain, Standard()(batch).loss)
+        assert LLR(mu=1.0, penalty="norm")(batch).loss > plain + 1e-3
 
     def test_label_smoothing_is_in_every_term(self) -> None:
         """With all of the label spread, the loss does not depend on the label, nor does delta."""
         net = a_small("linear")
         batch = dataclasses.replace(a_batch(net), smoothing=1.0)
         other = dataclasses.replace(batch, y=(batch.y + 1) % 3)
-        one, two = LLR()(net, batch), LLR()(net, other)
+        one, two = LLR()(batch), LLR()(other)
         torch.testing.assert_close(one.loss, two.loss)
         assert one.x_adv is not None
         assert two.x_adv is not None
         torch.testing.assert_close(one.x_adv, two.x_adv, rtol=0, atol=1e-9)
 
-    def test_batch_norm_uses_the_clean_batch_as_constants(self) -> None:
+    @pytest.mark.parametrize("statistics", ["live", "constant"])
+    def test_batch_norm_uses_the_clean_batch(self, statistics: Any) -> None:
+        """Live statistics carry gradients, to the weights and to the clean images; constant ones are numbers."""
         net, _ = a_smooth()
-        batch, _, x_adv = given(net, "linear")
-        loss = LLR(weight=2, mu=0.5)(net, batch).loss
-        with torch.no_grad():
-            hidden = hidden_of(net, batch.x)
-            fixed = hidden.mean(dim=0), hidden.var(dim=0, correction=0)
-        x = batch.x.clone().requires_grad_()
-        clean = F.cross_entropy(by_hand(net, x, *fixed), batch.y, reduction="none")
+        batch, _, _ = given(net, "linear")
+        outcome = LLR(weight=2, mu=0.5, statistics=statistics)(batch)
+        assert outcome.x_adv is not None
+        x, x_adv = batch.x.clone().requires_grad_(), outcome.x_adv
+        hidden = hidden_of(net, x)
+        own = hidden.mean(dim=0), hidden.var(dim=0, correction=0)
+        if statistics == "constant":
+            own = own[0].detach(), own[1].detach()
+        clean = F.cross_entropy(by_hand(net, x, *own), batch.y, reduction="none")
         (gradient,) = torch.autograd.grad(clean.sum(), x, create_graph=True)
         rise = ((x_adv - batch.x) * gradient).flatten(1).sum(dim=1)
-        moved = F.cross_entropy(by_hand(net, x_adv, *fixed), batch.y, reduction="none")
+        moved = F.cross_entropy(by_hand(net, x_adv, *own), batch.y, reduction="none")
         hidden = hidden_of(net, batch.x)  # the nominal term differentiates its statistics, as training does
         logits = by_hand(net, batch.x, hidden.mean(dim=0), hidden.var(dim=0, correction=0))
         nominal = F.cross_entropy(logits, batch.y)
         expected = nominal + 2 * (moved - clean - rise).abs().mean() + 0.5 * rise.abs().mean()
-        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(outcome.loss, expected, rtol=1e-10, atol=1e-12)
         parameters = list(net.parameters())
-        ours, theirs = torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)
+        ours, theirs = torch.autograd.grad(outcome.loss, parameters), torch.autograd.grad(expected, parameters)
         for one, two in zip(ours, theirs):
             torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-11)
+
+    def test_live_and_constant_statistics_differ(self) -> None:
+        """A weight before batch norm keeps its scale invariance with live statistics alone: its gradient is then at a
+        right angle to it."""
+        net, backbone = a_smooth()
+        batch, _, _ = given(net, "linear")
+        weight = next(parameter for parameter in backbone.parameters() if parameter.dim() == 2)
+        leans = []
+        for statistics in ("live", "constant"):
+            loss = LLR(weight=2, mu=0.5, statistics=statistics)(batch).loss  # type: ignore[arg-type]
+            (gradient,) = torch.autograd.grad(loss, [weight])
+            leans.append(float(((gradient * weight).sum(dim=1)).abs().max() / gradient.norm()))
+        assert leans[0] < 1e-3 < 10 * leans[0] < leans[1]
 
     @pytest.mark.parametrize("wrong", [{"weight": -1}, {"mu": -1}, {"steps": 0}, {"lr": 0}, {"eps": 1}])
     def test_refuses(self, wrong: dict[str, Any]) -> None:
@@ -275,7 +292,7 @@ class TestCURE:
     def test_loss_and_gradients_are_the_papers(self, head: str, squared: bool) -> None:
         net = a_small(head)
         batch, naive = a_batch(net), Recomputed(net, head)
-        outcome = CURE(weight=0.7, h=0.9, squared=squared)(net, batch)
+        outcome = CURE(weight=0.7, h=0.9, squared=squared)(batch)
         check_gradients(net, naive, outcome.loss, self.expected(naive, batch, 0.7, 0.9, squared))
         torch.testing.assert_close(outcome.logits, naive.rows(batch.x).detach())
         assert not outcome.logits.requires_grad
@@ -300,7 +317,7 @@ class TestCURE:
         z = (gradient.detach().sign() / math.sqrt(math.prod(SHAPE))).reshape(batch.x.shape)
         bend = quotient(batch.x + 1.5 * z) - gradient
         expected = (losses(batch.x) + 4 * bend.square().sum(dim=1)).mean()
-        loss = CURE()(net, batch).loss
+        loss = CURE()(batch).loss
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         torch.autograd.backward(loss)
         for parameter, value in zip(net.parameters(), torch.autograd.grad(expected, list(values.values()))):
@@ -309,19 +326,19 @@ class TestCURE:
     def test_h_may_be_a_schedule(self) -> None:
         net = a_small("linear")
         batch = dataclasses.replace(a_batch(net), progress=0.25)
-        scheduled = CURE(h=Linear(start=0, end=2))(net, batch)
-        torch.testing.assert_close(scheduled.loss, CURE(h=0.5)(net, batch).loss)
-        assert abs(float(scheduled.loss - CURE(h=2)(net, batch).loss)) > 1e-3
+        scheduled = CURE(h=Linear(start=0, end=2))(batch)
+        torch.testing.assert_close(scheduled.loss, CURE(h=0.5)(batch).loss)
+        assert abs(float(scheduled.loss - CURE(h=2)(batch).loss)) > 1e-3
 
     def test_the_radius_plays_no_part(self) -> None:
         net = a_small("he")
-        one, two = (CURE()(net, a_batch(net, eps=eps)).loss for eps in (0.0, 0.7))
+        one, two = (CURE()(a_batch(net, eps=eps)).loss for eps in (0.0, 0.7))
         assert torch.equal(one, two)
 
     def test_the_norm_of_no_difference_has_a_gradient(self) -> None:
         net = a_small("linear")
         batch = a_batch(net)
-        loss = CURE(h=0, squared=False)(net, batch).loss
+        loss = CURE(h=0, squared=False)(batch).loss
         check_gradients(net, naive := Naive(net, "linear"), loss, naive.loss(batch.x, batch.y, margin=True))
 
     def test_a_flat_sample_stays_where_it_is(self) -> None:
@@ -329,7 +346,7 @@ class TestCURE:
         net = a_small("linear")
         with torch.no_grad():
             net.head.weight.zero_()
-        loss = CURE(squared=False)(net, a_batch(net)).loss
+        loss = CURE(squared=False)(a_batch(net)).loss
         torch.autograd.backward(loss)
         assert torch.isfinite(loss)
         assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in net.parameters())
@@ -337,7 +354,7 @@ class TestCURE:
     def test_batch_norm_uses_running_averages_that_the_clean_batch_has_moved(self) -> None:
         net, backbone = a_smooth()
         batch = a_batch(net)
-        loss = CURE(weight=3)(net, batch).loss
+        loss = CURE(weight=3)(batch).loss
         running = backbone.norm.running_mean, backbone.norm.running_var
         assert running[0] is not None
         assert running[1] is not None
@@ -375,7 +392,7 @@ def test_one_forward_in_train_mode_moves_batch_norm(objective: Any) -> None:
     buffers = dict(net.named_buffers())
     before = {name: value.clone() for name, value in buffers.items()}
     watched = Watched(net)
-    objective(watched, batch)
+    objective(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     assert [training for _, training in watched.seen] == [True]
     assert torch.equal(watched.seen[0][0], batch.x)
     assert all(value is buffers[name] for name, value in net.named_buffers())
@@ -399,9 +416,9 @@ def test_modes_and_averages_are_restored_even_after_a_failure(objective: Any, fa
     backbone.fails_at = fails_at
     if fails_at:
         with pytest.raises(RuntimeError, match="no more"):
-            objective(net, a_batch(net))
+            objective(a_batch(net))
     else:
-        objective(net, a_batch(net))
+        objective(a_batch(net))
     assert [module.training for module in net.modules()] == modes
     assert backbone.norm.running_mean is averages[0]
     assert backbone.norm.running_var is averages[1]
@@ -417,10 +434,10 @@ def test_dropout_is_in_the_nominal_term_alone(objective: Any) -> None:
         """The nominal term, and the rest."""
         torch.manual_seed(seed)
         state = {name: value.clone() for name, value in net.state_dict().items()}
-        whole = float(objective(net, a_batch(net)).loss.detach())
+        whole = float(objective(a_batch(net)).loss.detach())
         net.load_state_dict(state)
         torch.manual_seed(seed)
-        nominal = float(Standard()(net, a_batch(net)).loss.detach())
+        nominal = float(Standard()(a_batch(net)).loss.detach())
         net.load_state_dict(state)
         return nominal, whole - nominal
 
@@ -437,7 +454,7 @@ def test_the_regulariser_is_in_full_precision_under_autocast(objective: Any) -> 
 
     def regulariser() -> float:
         plain = dataclasses.replace(objective, weight=0.0, **({"mu": 0.0} if isinstance(objective, LLR) else {}))
-        return float((objective(net, batch).loss - plain(net, batch).loss).detach())
+        return float((objective(batch).loss - plain(batch).loss).detach())
 
     exact = regulariser()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -8,23 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.heads import HEADS
 from steelman.models.batchnorm import split_norms
-from steelman.objectives import OBJECTIVES, Batch, Outcome, forwards_of
+from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.alp import ALP
+from steelman.objectives.awp import shift
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.free_at import FreeAT
 from steelman.objectives.mart import MART
 from steelman.objectives.trades import TRADES
 from steelman.threat import ThreatModel
 from steelman.training import AWP, Around, Compute
-from steelman.training.awp import shift
 from tests.test_objectives import CLASSES, HEAD_OPTIONS, Naive, a_small, check_gradients
-from tests.training_helpers import a_batch, a_net, plain_trainer
+from tests.training_helpers import Made, a_batch, a_net, plain_trainer
 
 every_head = pytest.mark.parametrize("head", sorted(HEADS))
 
@@ -60,7 +59,7 @@ def test_trades(head: str) -> None:
     net = a_small(head)
     batch, naive, x_adv = given(net, head)
     expected = naive.loss(batch.x, batch.y, margin=True) + 2.5 * mean_kl(naive.p(batch.x), naive.p(x_adv))
-    check_gradients(net, naive, TRADES(beta=2.5)(net, batch).loss, expected)
+    check_gradients(net, naive, TRADES(beta=2.5)(batch).loss, expected)
 
 
 @every_head
@@ -74,7 +73,7 @@ def test_alp_pairs_logits_before_the_scale(head: str, pair: Any) -> None:
         squares = sum((((a[k] - b[k]) / scale) ** 2 for k in range(CLASSES)), torch.zeros((), dtype=torch.float64))
         distance = distance + (squares / CLASSES if pair == "mse" else squares**0.5) / len(batch.x)
     both = naive.loss(batch.x, batch.y, margin=True) + naive.loss(x_adv, batch.y, margin=True)
-    check_gradients(net, naive, ALP(weight=0.7, pair=pair)(net, batch).loss, both / 2 + 0.7 * distance)
+    check_gradients(net, naive, ALP(weight=0.7, pair=pair)(batch).loss, both / 2 + 0.7 * distance)
 
 
 @every_head
@@ -88,14 +87,14 @@ def test_mart(head: str) -> None:
         term = -torch.log(1.0001 - torch.stack(others).max() + 1e-12)
         term = term + 3 * mean_kl(p[row : row + 1], q[row : row + 1]) * (1.0000001 - p[row, y])
         expected = expected + term / len(batch.y)
-    check_gradients(net, naive, MART(beta=3)(net, batch).loss, expected)
+    check_gradients(net, naive, MART(beta=3)(batch).loss, expected)
 
 
 @pytest.mark.parametrize("objective", [TRADES(), ALP(), MART()])
 def test_the_attack_of_each_climbs_what_its_paper_says(objective: Any) -> None:
     net = a_small("he")
     batch, naive = a_batch(net), Recomputed(net, "he")
-    x_adv = objective(net, batch).x_adv
+    x_adv = objective(batch).x_adv
     attack = objective.attack
     assert attack.keep == "last"
     assert attack.loss == ("kl" if isinstance(objective, TRADES) else "cross-entropy")
@@ -115,7 +114,7 @@ def test_fast_at_is_one_step_from_the_ball(ratio: float) -> None:
     net = a_small("linear")
     eps = 0.2 * ratio
     batch = a_batch(net, eps=eps, ratio=ratio)
-    outcome = FastAT(step=1.25)(net, batch)
+    outcome = FastAT(step=1.25)(batch)
     noise = batch.key.fold("restart", 0).uniform(batch.index, tuple(batch.x.shape[1:]), torch.float64)
     start = (batch.x + eps * (2 * noise - 1)).requires_grad_()  # outside the box where it falls there
     naive = Recomputed(net, "linear")
@@ -130,7 +129,7 @@ def test_fast_at_is_one_step_from_the_ball(ratio: float) -> None:
 def test_fast_at_without_a_radius_trains_on_clean_images() -> None:
     net = a_small("linear")
     batch = a_batch(net, eps=0.0, ratio=0.0)
-    outcome = FastAT()(net, batch)
+    outcome = FastAT()(batch)
     assert outcome.x_adv is not None
     assert torch.equal(outcome.x_adv, batch.x)
 
@@ -145,7 +144,7 @@ def test_free_at_carries_its_perturbation_as_a_hand_written_loop_does() -> None:
         x, y = full.x[:n], full.y[:n]
         for _ in range(3):
             batch = dataclasses.replace(full, x=x, y=y, index=full.index[:n], carry=carry)
-            outcome = FreeAT(replays=3, step=0.5)(net, batch)
+            outcome = FreeAT(replays=3, step=0.5)(batch)
             net.zero_grad()
             torch.autograd.backward(outcome.loss)
             assert outcome.after is not None
@@ -193,17 +192,17 @@ class TestAWP:
         net = a_small("linear")
         before = {name: value.clone() for name, value in net.state_dict().items()}
 
-        def broken(model: Any, batch: Batch) -> Outcome:
-            logits = model(batch.x)
+        def broken(batch: Batch) -> Outcome:
+            logits = batch.clean()
             return Outcome(loss=logits.sum() * float("nan"), logits=logits.detach())
 
-        assert AWP(gamma=0.1).shifted(broken, a_batch(net), Fabric(accelerator="cpu", devices=1)) is None
+        assert AWP(gamma=0.1).shifted(Made(broken), a_batch(net)) is None
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
     def test_the_step_is_each_weights_own_length_along_its_gradient(self) -> None:
         net = a_small("linear")
         batch, naive, x_adv = given(net, "linear")
-        step = AWP(gamma=0.01).direction(net, OBJECTIVES["pgd-at"]()(net, batch).loss)
+        step = AWP(gamma=0.01).direction(net, OBJECTIVES["pgd-at"]()(batch).loss)
         gradients = torch.autograd.grad(naive.loss(x_adv, batch.y, margin=True), list(naive.values.values()))
         expected = dict(zip(naive.values, gradients))
         assert step.keys() == {"backbone.one.weight", "head.weight"}, "vectors are left alone"
@@ -216,15 +215,15 @@ class TestAWP:
         net = a_small("linear")
         batch, _, _ = given(net, "linear")
         objective = OBJECTIVES["pgd-at"]()
-        before = objective(net, batch).loss
+        before = objective(batch).loss
         shift(net, AWP(gamma=0.01).direction(net, before), 1)
-        assert objective(net, batch).loss > before
+        assert objective(batch).loss > before
 
     def test_a_step_of_zero_leaves_weights_as_they_are_to_the_bit(self) -> None:
         net = a_small("he")
         batch, _, _ = given(net, "he")
         before = {name: value.clone() for name, value in net.state_dict().items()}
-        step = AWP(gamma=0).direction(net, OBJECTIVES["trades"]()(net, batch).loss)
+        step = AWP(gamma=0).direction(net, OBJECTIVES["trades"]()(batch).loss)
         shift(net, step, 1)
         shift(net, step, -1)
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -238,17 +237,17 @@ def test_label_smoothing_spreads_the_label() -> None:
     for row, y in zip(naive.p(batch.x), batch.y.tolist()):
         for k in range(CLASSES):
             expected = expected - (0.7 * (k == y) + 0.3 / CLASSES) * row[k].log() / len(batch.y)
-    check_gradients(net, naive, OBJECTIVES["standard"]()(net, batch).loss, expected)
+    check_gradients(net, naive, OBJECTIVES["standard"]()(batch).loss, expected)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_batch_norm_moves_in_the_forwards_an_objective_declares_and_nowhere_else(name: str) -> None:
     net = split_norms(a_net("he").double().train())
     objective = OBJECTIVES[name]()
-    outcome = objective(net, a_batch(net))
+    outcome = objective(a_batch(net))
     norms = net.backbone.layers[1]  # type: ignore[union-attr,index]
     moved = {branch: int(getattr(norms, branch).num_batches_tracked) for branch in ("clean", "adversarial")}
-    assert moved == {branch: forwards_of(objective).count(branch) for branch in moved}
+    assert moved == {branch: objective.forwards.count(branch) for branch in moved}
     torch.autograd.backward(outcome.loss)
     if outcome.after is not None:
         outcome.after()
@@ -272,7 +271,7 @@ def test_l2_works_for_every_method() -> None:
     net = a_net("he").double().train()
     for name in OBJECTIVES:
         batch = a_batch(net, threat=ThreatModel(norm="l2", eps=0.5))
-        outcome = OBJECTIVES[name]()(net, batch)
+        outcome = OBJECTIVES[name]()(batch)
         assert torch.isfinite(outcome.loss), name
         if outcome.x_adv is not None:
             assert batch.threat.contains(outcome.x_adv, batch.x).all(), name

@@ -24,7 +24,6 @@ from steelman.losses import kl
 from steelman.models.batchnorm import AuxiliaryNorm, Branch, route, routed, split_norms
 from steelman.models.classifier import Classifier
 from steelman.objectives import OBJECTIVES, Batch, Outcome
-from steelman.objectives.base import forwards_of
 from steelman.objectives.trades import TRADES
 from steelman.training import Around, run, trainer
 from tests.test_pgd import everything
@@ -262,7 +261,7 @@ def test_trades_sends_x_through_the_clean_branch_and_x_adv_through_the_adversari
     batch, twins = a_batch(net), {branch: plain(net, branch) for branch in BRANCHES}
     statistics = {name: value.clone() for name, value in norm.named_buffers()}
     attack = PGD(steps=3, keep="last", loss="kl", start="gaussian")
-    outcome = TRADES(beta=2.0, attack=attack)(net, batch)
+    outcome = TRADES(beta=2.0, attack=attack)(batch)
     assert outcome.x_adv is not None
     seen = {
         branch: attack(twin, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
@@ -298,9 +297,9 @@ def test_trades_sends_x_through_the_clean_branch_and_x_adv_through_the_adversari
 def test_every_objective_moves_the_branches_it_names(name: str) -> None:
     net, norm = split_net()
     objective = OBJECTIVES[name]()
-    objective(net, a_batch(net))
+    objective(a_batch(net))
     counts = {branch: int(norm.get_buffer(f"{branch}.num_batches_tracked")) for branch in BRANCHES}
-    assert counts == {branch: forwards_of(objective).count(branch) for branch in BRANCHES}
+    assert counts == {branch: objective.forwards.count(branch) for branch in BRANCHES}
     assert norm.branch == "clean"
 
 
@@ -361,11 +360,11 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     calls = []
     inner = TRADES.__call__
 
-    def stopping(self: TRADES, model: nn.Module, batch: Batch) -> Outcome:
+    def stopping(self: TRADES, batch: Batch) -> Outcome:
         calls.append(1)
         if len(calls) == 13:
             os.kill(os.getpid(), signal.SIGTERM)
-        return inner(self, model, batch)
+        return inner(self, batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(TRADES, "__call__", stopping)

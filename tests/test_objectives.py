@@ -137,7 +137,7 @@ def test_every_head_is_tried() -> None:
 def test_standard_is_cross_entropy_with_margin(head: str) -> None:
     net = a_small(head)
     batch, naive = a_batch(net), Naive(net, head)
-    outcome = Standard()(net, batch)
+    outcome = Standard()(batch)
     check_gradients(net, naive, outcome.loss, naive.loss(batch.x, batch.y, margin=True))
     # The accuracy shown while training is that of the logits a user will meet: scaled, without the margin.
     expected = torch.stack([torch.stack([naive.logit(x, k) for k in range(CLASSES)]) for x in batch.x])
@@ -164,7 +164,7 @@ def test_pgd_at_attacks_scaled_logits_without_margin_and_trains_with_it(
         batch = dataclasses.replace(batch, x=0.3 + 0.4 * batch.x)
     attack = PGD(steps=STEPS, step_size=STEP, start="zero" if norm == "l2" else "uniform", keep="last")
     watched = Watched(net)
-    outcome = PGDAT(attack=attack)(watched, batch)  # type: ignore[arg-type]
+    outcome = PGDAT(attack=attack)(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     x_adv = naive.adversary(batch, STEP)
     assert len(watched.seen) == 1, "one forward of the wrapped model: the attack works on the bare one"
     torch.testing.assert_close(watched.seen[0][0], x_adv, rtol=0, atol=1e-9)
@@ -182,7 +182,7 @@ def test_step_size_follows_the_radius(ratio: float) -> None:
     net = a_small("linear")
     batch = a_batch(net, eps=EPS * ratio, ratio=ratio)
     watched = Watched(net)
-    PGDAT(attack=PGD(steps=STEPS, step_size=STEP, keep="last"))(watched, batch)  # type: ignore[arg-type]
+    PGDAT(attack=PGD(steps=STEPS, step_size=STEP, keep="last"))(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     naive = Naive(net, "linear")
     torch.testing.assert_close(watched.seen[0][0], naive.adversary(batch, STEP * ratio), rtol=0, atol=1e-12)
     if ratio < 1:
@@ -194,15 +194,15 @@ def test_a_radius_of_zero_trains_on_clean_images(step: float | None) -> None:
     """The first step of a warm-up of the radius."""
     net = a_small("he")
     batch = a_batch(net, eps=0.0, ratio=0.0)
-    outcome = PGDAT(attack=PGD(steps=STEPS, step_size=step, keep="last"))(net, batch)
-    torch.testing.assert_close(outcome.loss, Standard()(net, batch).loss)
+    outcome = PGDAT(attack=PGD(steps=STEPS, step_size=step, keep="last"))(batch)
+    torch.testing.assert_close(outcome.loss, Standard()(batch).loss)
 
 
 def test_without_a_step_size_it_comes_from_the_scheduled_radius() -> None:
     net = a_small("linear")
     batch = a_batch(net, eps=EPS / 4, ratio=0.25)
     watched = Watched(net)
-    PGDAT(attack=PGD(steps=STEPS, keep="last"))(watched, batch)  # type: ignore[arg-type]
+    PGDAT(attack=PGD(steps=STEPS, keep="last"))(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     expected = Naive(net, "linear").adversary(batch, 2.5 * (EPS / 4) / STEPS)
     torch.testing.assert_close(watched.seen[0][0], expected, rtol=0, atol=1e-12)
 
@@ -223,7 +223,7 @@ def test_pgd_at_moves_batch_norm_by_one_forward_on_the_adversarial_images() -> N
     # In eval mode, so that the statistics in use are the running ones and dropout is off.
     x_adv = attack(net.eval(), batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
     watched = Watched(net.train())
-    PGDAT(attack=attack)(watched, batch)  # type: ignore[arg-type]
+    PGDAT(attack=attack)(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     assert [training for _, training in watched.seen] == [True]
     assert torch.equal(watched.seen[0][0], x_adv)
     layer = net.backbone.layers[0]  # type: ignore[index]
@@ -261,7 +261,7 @@ def test_contract_of_every_objective(name: str) -> None:
     net = a_net("he", dropout=0.0).train()
     batch = a_batch(net, n=2)
     batch = dataclasses.replace(batch, x=batch.x.float(), threat=ThreatModel(norm="l2", eps=0.5))
-    outcome = OBJECTIVES[name]()(net, batch)
+    outcome = OBJECTIVES[name]()(batch)
     assert isinstance(outcome, Outcome)
     assert outcome.loss.shape == ()
     assert torch.isfinite(outcome.loss)

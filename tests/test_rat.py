@@ -92,7 +92,7 @@ def test_loss_and_gradients(head: str, options: dict[str, Any]) -> None:
     batch, naive, x_adv = given(net, head)
     objective = RAT(**options)
     want = expected(objective, naive, batch, x_adv)  # whose targets are numbers, so constants to the gradient
-    outcome = objective(net, batch)
+    outcome = objective(batch)
     check_gradients(net, naive, outcome.loss, want)
     assert torch.equal(outcome.logits, net(x_adv))
 
@@ -145,14 +145,14 @@ def test_targets_are_distributions_even_of_gaps_that_say_nothing(gap: list[float
 def test_more_classes_get_more_of_the_target(classes: int, spread: float) -> None:
     net = a_net("linear", classes).double().eval()
     batch = a_batch(net, 2)
-    assert RAT(sigma=0)(net, batch).loss == RAT(sigma=0, spread=spread)(net, batch).loss
+    assert RAT(sigma=0)(batch).loss == RAT(sigma=0, spread=spread)(batch).loss
 
 
 def test_equal_images_give_finite_losses() -> None:
     net = a_small("he")
     batch = a_batch(net, eps=0.0, ratio=0.0)
     naive = Recomputed(net, "he")
-    check_gradients(net, naive, RAT()(net, batch).loss, expected(RAT(), naive, batch, batch.x))
+    check_gradients(net, naive, RAT()(batch).loss, expected(RAT(), naive, batch, batch.x))
 
 
 def test_what_the_released_code_does_otherwise() -> None:
@@ -180,18 +180,18 @@ class TestSigma:
                 )
                 weight.data += 0.3 * noise
         want = TRADES().attack(noisy, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
-        found = RAT(sigma=0.3)(net, batch).x_adv
+        found = RAT(sigma=0.3)(batch).x_adv
         assert found is not None
         assert torch.equal(found, want)
         assert not torch.equal(found, quiet)
         assert batch.threat.contains(found, batch.x).all()
         for objective in (RAT(sigma=0), RAT(sigma=0.3, attack=None, order=0)):
-            assert torch.equal(objective(net, batch).x_adv, quiet) == (objective.sigma == 0)  # type: ignore[arg-type]
+            assert torch.equal(objective(batch).x_adv, quiet) == (objective.sigma == 0)  # type: ignore[arg-type]
 
     def test_the_loss_is_taken_at_the_weights_themselves(self) -> None:
         net = a_small("linear")
         batch = a_batch(net)
-        outcome = RAT(sigma=0.3)(net, batch)
+        outcome = RAT(sigma=0.3)(batch)
         assert outcome.x_adv is not None
         naive = Recomputed(net, "linear")
         check_gradients(net, naive, outcome.loss, expected(RAT(), naive, batch, outcome.x_adv))
@@ -217,11 +217,11 @@ class TestSigma:
 
         monkeypatch.setattr("steelman.objectives.rat.shaken", never)
         net = a_small("linear")
-        RAT(base="at")(net, a_batch(net))
-        RAT()(net, a_batch(net, eps=0.0, ratio=0.0))
-        RAT()(net, given(net, "linear")[0])
+        RAT(base="at")(a_batch(net))
+        RAT()(a_batch(net, eps=0.0, ratio=0.0))
+        RAT()(given(net, "linear")[0])
         with pytest.raises(AssertionError, match="shaken"):
-            RAT()(net, a_batch(net))
+            RAT()(a_batch(net))
 
 
 def test_the_attack_is_the_bases_own_unless_named() -> None:
@@ -229,7 +229,7 @@ def test_the_attack_is_the_bases_own_unless_named() -> None:
     batch = a_batch(net)
     for base, own in (("trades", TRADES().attack), ("at", PGDAT().attack)):
         want = own(net, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)
-        assert torch.equal(RAT(base=base, sigma=0)(net, batch).x_adv, want)  # type: ignore[arg-type]
+        assert torch.equal(RAT(base=base, sigma=0)(batch).x_adv, want)  # type: ignore[arg-type]
         named = RAT(base=base, attack={"name": "pgd", "steps": 4}).attack  # type: ignore[arg-type]
         assert isinstance(named, PGD)
         assert (named.steps, named.keep) == (4, "last")
@@ -243,7 +243,7 @@ def test_two_forwards_in_train_mode_move_batch_norm(base: Any) -> None:
     net = a_net("he").double().train()
     batch = a_batch(net)
     watched = Watched(net)
-    outcome = RAT(base=base)(watched, batch)  # type: ignore[arg-type]
+    outcome = RAT(base=base)(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     assert [training for _, training in watched.seen] == [True, True]
     assert outcome.x_adv is not None
     assert torch.equal(watched.seen[0][0], batch.x)
@@ -255,12 +255,12 @@ def test_two_forwards_in_train_mode_move_batch_norm(base: Any) -> None:
 def test_models_it_cannot_work_on() -> None:
     convolution = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()).double()
     with pytest.raises(UserError, match="linear layer"):
-        RAT()(convolution, a_batch(convolution))
+        RAT()(a_batch(convolution))
     narrow = nn.Sequential(
         nn.Flatten(), nn.Linear(16, 5), nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 1, (1, 3)), nn.Flatten()
     )
     with pytest.raises(UserError, match="give its 3 logits, got one with 5 outputs"):
-        RAT()(narrow.double(), a_batch(narrow))
+        RAT()(a_batch(narrow.double()))
     [(key, reason)] = objections(RAT(), compiled=True, awp=True, auxiliary_norm=True)
     assert key == "compute.compile"
     assert "reads features" in reason
@@ -274,7 +274,7 @@ def test_refuses(wrong: dict[str, Any]) -> None:
 
 def test_plain_models_and_l2() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    outcome = RAT()(net, a_batch(net, threat=ThreatModel(norm="l2", eps=0.5)))
+    outcome = RAT()(a_batch(net, threat=ThreatModel(norm="l2", eps=0.5)))
     assert torch.isfinite(outcome.loss)
 
 
@@ -284,9 +284,9 @@ def test_half_precision(head: str) -> None:
     batch = a_batch(net)
     batch = dataclasses.replace(batch, x=batch.x.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = RAT(sigma=0)(net, batch)
+        rough = RAT(sigma=0)(batch)
     batch = dataclasses.replace(batch, x_adv=rough.x_adv)
-    torch.testing.assert_close(rough.loss.float(), RAT(sigma=0)(net, batch).loss, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(rough.loss.float(), RAT(sigma=0)(batch).loss, rtol=0.05, atol=0.05)
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -303,8 +303,8 @@ def test_weight_perturbation_trains_on_the_same_images(tmp_path: Path) -> None:
     seen: list[tuple[Tensor | None, Tensor]] = []
 
     class Watching:
-        def __call__(self, model: nn.Module, batch: Batch) -> Any:
-            outcome = RAT()(model, batch)
+        def __call__(self, batch: Batch) -> Any:
+            outcome = RAT()(batch)
             assert outcome.x_adv is not None
             seen.append((batch.x_adv, outcome.x_adv))
             return outcome

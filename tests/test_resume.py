@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelman import recipe as recipes
 from steelman.errors import TrainingInterruptedError, UserError
@@ -23,6 +23,7 @@ from steelman.rng import Key
 from steelman.training import Trainer, run
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
+    Made,
     Running,
     a_net,
     a_trainer,
@@ -85,15 +86,15 @@ class CrashError(Exception):
 @pytest.mark.parametrize("step", [0, 3, 9, 17])
 def test_a_crash_goes_back_to_the_last_checkpoint(step: int, save_minutes: float, whole: Path, tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path, training={"save_minutes": save_minutes})
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         if trainer.progress.step == step:
-            inner(model, batch)  # what it did to batch norm, the carry and the generator must not survive
+            inner(batch)  # what it did to batch norm, the carry and the generator must not survive
             raise CrashError
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     with pytest.raises(CrashError):
         trainer.fit()
     saved = newest(tmp_path)["progress"]["step"] if checkpoints(tmp_path) else 0
@@ -138,12 +139,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(whole: Path, 
 def test_a_second_ctrl_c_acts_at_once(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path)
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the second one was not heard")
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
@@ -171,13 +172,13 @@ def test_a_best_epoch_is_remembered_across_a_resume(tmp_path: Path, monkeypatch:
 
 def test_the_time_of_an_interrupted_epoch_is_counted_once(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path, training={"epochs": 1})
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def slow(model: nn.Module, batch: Batch) -> Outcome:
+    def slow(batch: Batch) -> Outcome:
         time.sleep(0.05)
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = slow
+    trainer.criterion.objective = Made(slow)
     with interrupted_at({3}, trainer), pytest.raises(TrainingInterruptedError):
         trainer.fit()
     saved = newest(tmp_path)["progress"]["seconds"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from steelman.errors import TrainingInterruptedError, UserError
 from steelman.models.batchnorm import AuxiliaryNorm, split_norms
-from steelman.objectives import Batch, forwards_of
+from steelman.objectives import Batch
 from steelman.objectives.feature_scatter import FeatureScatter, distances, transport
 from steelman.objectives.gat import GAT, signs
 from steelman.objectives.hat import HAT
@@ -139,7 +139,7 @@ class TestFeatureScatter:
             for k in range(CLASSES):
                 label = (0.7 if k == y else 0.15) * (1 - smoothing) + smoothing / CLASSES
                 expected = expected - label * (z[k] - z.exp().sum().log()) / len(batch.y)
-        outcome = FeatureScatter(delta=0.3)(net, dataclasses.replace(batch, smoothing=smoothing))
+        outcome = FeatureScatter(delta=0.3)(dataclasses.replace(batch, smoothing=smoothing))
         torch.testing.assert_close(outcome.logits, naive.rows(x_adv).detach())
         check_gradients(net, naive, outcome.loss, expected)
 
@@ -158,7 +158,7 @@ class TestFeatureScatter:
             (gradient,) = torch.autograd.grad(apart(clean, naive.rows(x_adv)), x_adv)
             moved = x_adv.detach() + step * eps * gradient.sign()
             x_adv = torch.max(torch.min(moved, batch.x + eps), batch.x - eps).clamp(0, 1)
-        outcome = FeatureScatter(steps=steps, step=step)(net, batch)
+        outcome = FeatureScatter(steps=steps, step=step)(batch)
         assert outcome.x_adv is not None
         torch.testing.assert_close(outcome.x_adv, x_adv, rtol=0, atol=1e-9)
         assert apart(clean, naive.rows(outcome.x_adv)) > 3 * apart(clean, naive.rows(start)), "further by far"
@@ -173,8 +173,8 @@ class TestFeatureScatter:
         net = a_net(classes=2).double()
         batch = dataclasses.replace(a_batch(net), y=torch.arange(6) % 2)
         with pytest.raises(UserError, match=r"2 classes .* below 0\.5; got 0\.5"):
-            FeatureScatter()(net, batch)
-        assert torch.isfinite(FeatureScatter(delta=0.4)(net, batch).loss)
+            FeatureScatter()(batch)
+        assert torch.isfinite(FeatureScatter(delta=0.4)(batch).loss)
 
     @pytest.mark.parametrize(
         "wrong", [{"delta": 1}, {"delta": -0.1}, {"steps": 0}, {"step": 0}, {"regularisation": 0}, {"iterations": 0}]
@@ -203,14 +203,14 @@ class TestGAT:
         batch, naive, x_adv = given(net, head)
         pair = ((naive.p(batch.x) - naive.p(x_adv)) ** 2).sum() / len(batch.y)
         expected = naive.loss(batch.x, batch.y, margin=True) + 7 * pair
-        check_gradients(net, naive, GAT(weight=7)(net, batch).loss, expected)
+        check_gradients(net, naive, GAT(weight=7)(batch).loss, expected)
 
     @every_head
     def test_loss_of_trades(self, head: str) -> None:
         net = a_small(head)
         batch, naive, x_adv = given(net, head)
         expected = naive.loss(batch.x, batch.y, margin=True) + 2.5 * mean_kl(naive.p(batch.x), naive.p(x_adv))
-        check_gradients(net, naive, GAT(distance="kl", beta=2.5)(net, batch).loss, expected)
+        check_gradients(net, naive, GAT(distance="kl", beta=2.5)(batch).loss, expected)
 
     def test_the_weight_follows_the_progress_in_loss_and_attack(self) -> None:
         objective = GAT(weight=MultiStep(start=10, drops=(0.85,), factor=4))
@@ -219,7 +219,7 @@ class TestGAT:
         for progress, weight in ((0.84, 10), (0.85, 40)):
             batch = a_batch(net, eps=0.3, progress=progress, carry={"turn": torch.tensor(1)})
             x_adv = guided(naive, batch, weight)
-            outcome = objective(net, batch)
+            outcome = objective(batch)
             assert outcome.x_adv is not None
             torch.testing.assert_close(outcome.x_adv, x_adv, rtol=0, atol=1e-9)
             pair = ((naive.p(batch.x) - naive.p(x_adv)) ** 2).sum() / len(batch.y)
@@ -232,7 +232,7 @@ class TestGAT:
     def test_attack(self, head: str, turn: int, distance: Any) -> None:
         net = a_small(head)
         batch, naive = a_batch(net, carry={"turn": torch.tensor(turn)}), Recomputed(net, head)
-        outcome = GAT(distance=distance, step=0.7, start=0.8)(net, batch)
+        outcome = GAT(distance=distance, step=0.7, start=0.8)(batch)
         assert outcome.x_adv is not None
         torch.testing.assert_close(outcome.x_adv, guided(naive, batch, 10 * turn, 0.7, 0.8), rtol=0, atol=1e-9)
 
@@ -242,7 +242,7 @@ class TestGAT:
         batch = dataclasses.replace(batch, x=0.3 + 0.4 * batch.x)  # where the box cuts nothing
         seen: list[Tensor] = []
         handle = net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-        GAT()(net, batch)
+        GAT()(batch)
         handle.remove()
         clean, start, *training = seen
         assert torch.equal(clean, batch.x)
@@ -266,8 +266,8 @@ class TestGAT:
         assert not torch.equal(*both), "the turns are to be told apart"
         for turn in (0, 1, 0, 1):
             before = dict(batch.carry)
-            GAT()(net, batch)
-            outcome = GAT()(net, batch)
+            GAT()(batch)
+            outcome = GAT()(batch)
             assert batch.carry == before, "a loss taken twice, as weight perturbation does, is one batch"
             assert outcome.x_adv is not None
             torch.testing.assert_close(outcome.x_adv, both[turn], rtol=0, atol=1e-9)
@@ -330,13 +330,13 @@ class TestHAT:
         expected = naive.loss(batch.x, batch.y, margin=True) + 1.5 * mean_kl(naive.p(batch.x), naive.p(x_adv))
         beyond = batch.x + 2 * (x_adv - batch.x)
         expected = expected + 0.3 * naive.loss(beyond, torch.tensor(labels), margin=True)
-        check_gradients(net, naive, HAT(beta=1.5, gamma=0.3)(net, batch).loss, expected)
+        check_gradients(net, naive, HAT(beta=1.5, gamma=0.3)(batch).loss, expected)
 
     def test_the_label_comes_from_the_adversarial_image_and_the_example_is_twice_as_far(self) -> None:
         net, helper = a_net("he").double().train(), Recording()
         batch = a_batch(net, helper=helper)
         watched = Watched(net)
-        outcome = HAT()(watched, batch)  # type: ignore[arg-type]
+        outcome = HAT()(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]  # type: ignore[arg-type]
         assert outcome.x_adv is not None
         (asked,) = helper.seen
         assert torch.equal(asked, outcome.x_adv)
@@ -350,7 +350,7 @@ class TestHAT:
 
     def test_the_attack_is_that_of_trades(self) -> None:
         net = a_small("he")
-        ours, theirs = HAT()(net, a_batch(net)).x_adv, TRADES()(net, a_batch(net)).x_adv
+        ours, theirs = HAT()(a_batch(net)).x_adv, TRADES()(a_batch(net)).x_adv
         assert ours is not None
         assert theirs is not None
         assert torch.equal(ours, theirs)
@@ -360,7 +360,7 @@ class TestHAT:
     def test_without_a_helper(self) -> None:
         net = a_small("linear")
         with pytest.raises(UserError, match=r"expected one from standard training .*objective\.helper.* got none"):
-            HAT()(net, a_batch(net, helper=None))
+            HAT()(a_batch(net, helper=None))
 
     def test_the_helper_is_a_folder(self) -> None:
         assert HAT().helper is None
@@ -375,9 +375,9 @@ def test_batch_norm_moves_once_for_each_forward_in_train_mode(objective: Any) ->
     layer = net.backbone.layers[1]  # type: ignore[index]
     modes: list[bool] = []
     handle = layer.register_forward_hook(lambda module, *_: modes.append(module.training))  # type: ignore[union-attr]
-    objective(net, batch)
+    objective(batch)
     handle.remove()
-    forwards = len(forwards_of(objective))
+    forwards = len(objective.forwards)
     assert int(layer.num_batches_tracked) == forwards  # type: ignore[union-attr]
     assert modes == [False] * (len(modes) - forwards) + [True] * forwards, "the attack runs in eval mode"
     assert len(modes) > forwards
@@ -393,8 +393,8 @@ def test_the_auxiliary_batch_norm_sees_all_that_is_adversarial(objective: Any) -
     seen: list[str] = []
     norm.clean.register_forward_hook(lambda *_: seen.append("clean"))
     norm.adversarial.register_forward_hook(lambda *_: seen.append("adversarial"))
-    objective(net, a_batch(net))
-    forwards = list(forwards_of(objective))
+    objective(a_batch(net))
+    forwards = list(objective.forwards)
     attack, training = seen[: -len(forwards)], seen[-len(forwards) :]
     assert training == forwards
     assert set(attack) == {"adversarial"}
@@ -409,16 +409,16 @@ def test_images_given_are_used_and_nothing_is_attacked(objective: Any) -> None:
     watched = Watched(net)
     bare: list[int] = []
     net.register_forward_hook(lambda *_: bare.append(1))
-    outcome = objective(watched, batch)
+    outcome = objective(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
     assert outcome.x_adv is x_adv
-    assert len(bare) == len(watched.seen) == len(forwards_of(objective))
+    assert len(bare) == len(watched.seen) == len(objective.forwards)
 
 
 @every_objective
 def test_a_radius_of_zero_leaves_the_images_as_they_are(objective: Any) -> None:
     net = a_small("he")
     batch = a_batch(net, eps=0.0, ratio=0.0)
-    outcome = objective(net, batch)
+    outcome = objective(batch)
     assert torch.equal(outcome.x_adv, batch.x)
     assert torch.isfinite(outcome.loss)
 
@@ -429,7 +429,7 @@ def test_images_stay_in_every_threat_and_do_not_stay_where_they_were(objective: 
     net = a_net("he").double().train()
     batch = a_batch(net, threat=ThreatModel(norm=norm, eps=0.4))
     twin = copy.deepcopy(net)  # before batch norm moves
-    first, second = objective(net, batch).x_adv, objective(twin, dataclasses.replace(batch, net=twin)).x_adv
+    first, second = objective(batch).x_adv, objective(dataclasses.replace(batch, model=twin, net=twin)).x_adv
     assert torch.equal(first, second)
     assert batch.threat.contains(first, batch.x).all()
     moved = torch.linalg.vector_norm((first - batch.x).flatten(1), ord=batch.threat.p, dim=1)

@@ -32,15 +32,17 @@ class Triplets(Recomputed):
         pixels = [(value - 0.5) / 0.25 for value in x.flatten()]
         return [torch.tanh(sum((w * p for w, p in zip(w1[j], pixels)), ZERO) + b1[j]) for j in range(FEATURES)]
 
-    def d(self, a: list[Tensor], b: list[Tensor], absolute: bool) -> Tensor:
+    def d(self, a: list[Tensor], b: list[Tensor], distance: str) -> Tensor:
+        if distance == "euclidean":
+            return sum(((v - w) ** 2 for v, w in zip(a, b)), ZERO).sqrt()
         dot = sum((v * w for v, w in zip(a, b)), ZERO)
         cos = dot / (sum((v * v for v in a), ZERO).sqrt() * sum((v * v for v in b), ZERO).sqrt())
-        return 1 - (cos.abs() if absolute else cos)
+        return 1 - (cos.abs() if distance == "absolute" else cos)
 
-    def nearest(self, x: Tensor, y: int, pool: list[tuple[Tensor, int, int]], absolute: bool) -> int:
+    def nearest(self, x: Tensor, y: int, pool: list[tuple[Tensor, int, int]], by: str) -> int:
         a, best, place = self.z(x), float("inf"), -1
         for i, (other, label, _) in enumerate(pool):
-            distance = float(self.d(a, self.z(other), absolute).detach())
+            distance = float(self.d(a, self.z(other), by).detach())
             if label != y and distance < best:
                 best, place = distance, i
         return place
@@ -73,13 +75,14 @@ def a_case(net: nn.Module, carry: dict[str, Tensor], **changes: Any) -> tuple[Ba
 
 @every_head
 @pytest.mark.parametrize("positive", ["class", "own", "both"])
-@pytest.mark.parametrize("distance", ["cosine", "absolute"])
+@pytest.mark.parametrize("distance", ["cosine", "absolute", "euclidean"])
 @pytest.mark.parametrize("past", [0, 4])
 def test_loss_and_gradients(head: str, positive: Any, distance: Any, past: int) -> None:
     net = a_small(head)
     batch, x_adv = a_case(net, remembered(1, past) if past else {}, n=5)
-    objective = TLA(alpha=0.3, weight=1.5, norm_weight=0.2, positive=positive, distance=distance)
-    naive, absolute = Triplets(net, head), distance == "absolute"
+    alpha = 2.0 if distance == "euclidean" else 0.3
+    objective = TLA(alpha=alpha, weight=1.5, norm_weight=0.2, positive=positive, distance=distance)
+    naive = Triplets(net, head)
     pool = images(batch.x, batch.y, batch.index)
     if past:
         pool += images(*(batch.carry[f"pool_{name}"] for name in ("x", "y", "index")))
@@ -87,19 +90,19 @@ def test_loss_and_gradients(head: str, positive: Any, distance: Any, past: int) 
     hinges = []
     for row, one in enumerate(x_adv):
         a = naive.z(one)
-        n = naive.z(pool[naive.nearest(one, int(batch.y[row]), pool, absolute)][0])
+        n = naive.z(pool[naive.nearest(one, int(batch.y[row]), pool, distance)][0])
         places = {"class": [another(batch, row, pool)], "own": [row], "both": [another(batch, row, pool), row]}[
             positive
         ]
         for place in places:
             p = naive.z(pool[place][0])
-            hinge = naive.d(a, p, absolute) - naive.d(a, n, absolute) + 0.3
+            hinge = naive.d(a, p, distance) - naive.d(a, n, distance) + alpha
             hinges.append(float(hinge.detach()))
             squares = sum((v * v for v in (*a, *p, *n)), ZERO) / FEATURES
             term = (hinge if hinge > 0 else ZERO) + 0.2 * squares
             expected = expected + 1.5 * term / len(places) / len(x_adv)
     assert max(hinges) > 0, "otherwise the hinge would not be tried"
-    outcome = objective(net, batch)
+    outcome = objective(batch)
     check_gradients(net, naive, outcome.loss, expected)
     assert torch.equal(outcome.logits, net(x_adv))
     assert outcome.x_adv is x_adv
@@ -110,8 +113,8 @@ def test_the_negative_is_the_most_similar_of_another_class_in_the_whole_pool() -
     net = a_small("linear")
     batch, x_adv = a_case(net, remembered(2, 9), n=6)
     naive, pool = Triplets(net, "linear"), Pool.of(batch)
-    want = [naive.nearest(x, int(y), images(pool.x, pool.y, pool.index), False) for x, y in zip(x_adv, batch.y)]
-    found = pool.most_similar(batch, x_adv, absolute=False).tolist()
+    want = [naive.nearest(x, int(y), images(pool.x, pool.y, pool.index), "cosine") for x, y in zip(x_adv, batch.y)]
+    found = pool.most_similar(batch, x_adv, "cosine").tolist()
     assert found == want
     assert min(found) < 6 <= max(found)
 
@@ -134,9 +137,9 @@ def test_without_another_image_of_the_class_the_positive_is_the_clean_image() ->
     net = a_small("linear")
     batch, _ = a_case(net, {}, n=3)
     assert torch.equal(Pool.of(batch).same_class(batch, batch.key), torch.arange(3))
-    assert TLA()(net, batch).loss == TLA(positive="own")(net, batch).loss
+    assert TLA()(batch).loss == TLA(positive="own")(batch).loss
     batch, _ = a_case(net, {}, n=6)
-    assert TLA()(net, batch).loss != TLA(positive="own")(net, batch).loss
+    assert TLA()(batch).loss != TLA(positive="own")(batch).loss
 
 
 def test_the_choice_of_a_positive_depends_on_key_and_index_alone() -> None:
@@ -157,7 +160,7 @@ def test_the_pool_changes_after_the_step_alone_and_keeps_the_newest() -> None:
         batch = dataclasses.replace(full, x=x, y=full.y[:n], index=100 * step + torch.arange(n), carry=carry)
         before = {name: (value, value.clone()) for name, value in carry.items()}
         for _ in range(2):
-            outcome = TLA(pool=4)(net, batch)
+            outcome = TLA(pool=4)(batch)
         assert carry.keys() == before.keys()
         for name, (value, copy) in before.items():
             assert carry[name] is value
@@ -174,11 +177,11 @@ def test_the_pool_changes_after_the_step_alone_and_keeps_the_newest() -> None:
 def test_a_pool_of_one_batch_remembers_nothing() -> None:
     net = a_small("linear")
     batch, _ = a_case(net, {})
-    outcome = TLA(pool=1)(net, batch)
+    outcome = TLA(pool=1)(batch)
     assert outcome.after is not None
     outcome.after()
     assert all(len(value) == 0 for value in batch.carry.values())
-    assert TLA(pool=1)(net, batch).loss == outcome.loss
+    assert TLA(pool=1)(batch).loss == outcome.loss
 
 
 def test_mining_is_in_eval_mode_and_leaves_no_trace() -> None:
@@ -189,7 +192,7 @@ def test_mining_is_in_eval_mode_and_leaves_no_trace() -> None:
         lambda module, inputs: modes.append((module.training, torch.is_grad_enabled(), len(inputs[0])))
     )
     state, generator = {name: value.clone() for name, value in net.state_dict().items()}, torch.get_rng_state()
-    Pool.of(batch).most_similar(batch, x_adv, absolute=False)
+    Pool.of(batch).most_similar(batch, x_adv, "cosine")
     assert modes == [(False, False, 6), (False, False, 6), (False, False, 6), (False, False, 3)]
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -200,7 +203,7 @@ def test_mining_is_in_eval_mode_and_leaves_no_trace() -> None:
 def test_two_forwards_in_train_mode_move_batch_norm(positive: Any, rows: int) -> None:
     net = a_net("he").double().train()
     watched = Watched(net)
-    outcome = TLA(positive=positive)(watched, a_batch(net))  # type: ignore[arg-type]
+    outcome = TLA(positive=positive)(dataclasses.replace(a_batch(net), model=watched))  # type: ignore[arg-type]
     assert outcome.x_adv is not None
     assert [(len(x), training) for x, training in watched.seen] == [(6, True), (rows, True)]
     assert torch.equal(watched.seen[0][0], outcome.x_adv)
@@ -212,7 +215,7 @@ def test_each_forward_goes_through_its_own_batch_norm() -> None:
     norm = next(module for module in net.modules() if isinstance(module, AuxiliaryNorm))
     taken: list[tuple[str, bool]] = []
     norm.register_forward_pre_hook(lambda module, _: taken.append((module.branch, module.training)))
-    TLA(attack=PGD(steps=1, keep="last"))(net, a_batch(net))
+    TLA(attack=PGD(steps=1, keep="last"))(a_batch(net))
     assert taken[-4:] == [("adversarial", False), ("clean", False), ("adversarial", True), ("clean", True)]
     assert tuple(branch for branch, _ in taken[-2:]) == TLA.forwards
 
@@ -223,15 +226,15 @@ def test_one_class_has_no_negatives() -> None:
     with pytest.raises(
         UserError, match="at least two classes among the 6 images of the batch and of the pool, got one"
     ):
-        TLA()(net, batch)
+        TLA()(batch)
     carry = remembered(1, 3)
-    assert torch.isfinite(TLA()(net, dataclasses.replace(batch, carry=carry)).loss), "the memory has other classes"
+    assert torch.isfinite(TLA()(dataclasses.replace(batch, carry=carry)).loss), "the memory has other classes"
 
 
 def test_models_it_cannot_work_on() -> None:
     convolution = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()).double()
     with pytest.raises(UserError, match="linear layer"):
-        TLA()(convolution, a_batch(convolution))
+        TLA()(a_batch(convolution))
     [(key, reason)] = objections(TLA(), compiled=True, awp=True, auxiliary_norm=True)
     assert key == "compute.compile"
     assert "reads features" in reason
@@ -257,8 +260,8 @@ def test_half_precision() -> None:
     batch, x_adv = a_case(net, {})
     batch = dataclasses.replace(batch, x=batch.x.float(), x_adv=x_adv.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = TLA(positive="own", norm_weight=1)(net, batch).loss
-    torch.testing.assert_close(rough.float(), TLA(positive="own", norm_weight=1)(net, batch).loss, rtol=0.05, atol=0.05)
+        rough = TLA(positive="own", norm_weight=1)(batch).loss
+    torch.testing.assert_close(rough.float(), TLA(positive="own", norm_weight=1)(batch).loss, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("around", [Around(), Around(awp=AWP(gamma=0.01, start=0.3))], ids=["plain", "awp"])

@@ -19,7 +19,7 @@ from steelman.data import DATASETS, Dataset, NoAugment, Subset
 from steelman.data.source import ArraySource, batches
 from steelman.errors import UserError
 from steelman.evaluation.evaluate import evaluate
-from steelman.objectives import OBJECTIVES, Batch, Outcome
+from steelman.objectives import OBJECTIVES, Batch, Objective, Outcome
 from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
 from steelman.schedules import SCHEDULES, value_at
@@ -27,7 +27,7 @@ from steelman.threat import ThreatModel
 from steelman.training import OPTIMIZERS, Compute, Trainer, Validation, run
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint
-from tests.training_helpers import a_net, a_trainer, metrics, newest, plain_trainer, same, some_data
+from tests.training_helpers import Made, a_net, a_trainer, metrics, newest, plain_trainer, same, some_data
 
 SCHEDULES_TRIED: dict[str, Any] = {
     "number": 0.07,
@@ -38,19 +38,19 @@ SCHEDULES_TRIED: dict[str, Any] = {
 
 
 @dataclasses.dataclass
-class Recording:
+class Recording(Objective):
     """Standard training that notes what it was given."""
 
     batches: list[Batch] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
     trainer: Trainer | None = None
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         assert self.trainer is not None
         self.batches.append(batch)
         self.rates += [group["lr"] for group in self.trainer.optimizer.param_groups]
-        assert model.training
-        outcome: Outcome = OBJECTIVES["standard"]()(model, batch)
+        assert batch.model.training
+        outcome: Outcome = OBJECTIVES["standard"]()(batch)
         return outcome
 
 
@@ -81,22 +81,22 @@ def test_the_step_really_uses_that_rate(tmp_path: Path) -> None:
         net=a_net(dropout=0.0),
         training={"lr": schedule, "optimizer": OPTIMIZERS["sgd"](momentum=0.0), "epochs": 1},
     )
-    inner, checked = trainer.objective, []
+    inner, checked = trainer.criterion.objective, []
     expected: dict[str, Tensor] = {}
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         for name, parameter in trainer.net.named_parameters():
             if name in expected:
                 torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-6)
                 checked.append(name)
-        outcome = inner(model, batch)
+        outcome = inner(batch)
         rate = schedule(trainer.progress.step / trainer.total)
         gradients = torch.autograd.grad(outcome.loss, list(trainer.net.parameters()), retain_graph=True)
         for (name, parameter), gradient in zip(trainer.net.named_parameters(), gradients):
             expected[name] = parameter.detach() - rate * gradient
         return outcome
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     trainer.fit()
     assert len(checked) == 5 * len(expected)
 
@@ -147,16 +147,16 @@ def test_metrics_of_an_epoch_are_means_over_its_samples(tmp_path: Path) -> None:
     losses: list[Tensor] = []
     right = count = 0
     trainer = plain_trainer(tmp_path, training={"epochs": 1})
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         nonlocal right, count
-        outcome = inner(model, batch)
+        outcome = inner(batch)
         losses.append(outcome.loss.detach() * len(batch.y))
         right, count = right + int((outcome.logits.argmax(dim=1) == batch.y).sum()), count + len(batch.y)
         return outcome
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     trainer.fit()
     (epoch,) = metrics(tmp_path)
     assert epoch["loss"] == pytest.approx(float(sum(losses)) / 42, rel=1e-6)
@@ -214,7 +214,7 @@ def test_validation_scores_are_those_of_the_kept_weights(tmp_path: Path) -> None
     net.eval()
     source = trainer.validation
     x, y = source.images(torch.arange(24)), source.labels
-    x_adv = trainer.watch.attack(
+    x_adv = trainer.settings.validation.attack(
         net, x, y, trainer.threat, index=torch.arange(24), key=Key(trainer.training.seed).fold("validation")
     )
     right = net(x).argmax(dim=1) == y
@@ -253,13 +253,13 @@ def test_checkpoints_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The newest two, the last finished epoch's, and the best: at any moment, and with a save at every step."""
     trainer = a_trainer(tmp_path, training={"save_minutes": 1e-9, "epochs": 4})
     scripted(trainer, [(0.5, value) for value in (0.1, 0.9, 0.2, 0.3)], monkeypatch)
-    inner, counts = trainer.objective, []
+    inner, counts = trainer.criterion.objective, []
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         counts.append(len(checkpoints(tmp_path)))
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     trainer.fit()
     assert max(counts) <= 4
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000024", "step-00000023", "step-00000012"]
@@ -352,7 +352,7 @@ def test_the_run_averages_after_every_step_and_keeps_the_average(tmp_path: Path)
     trainer = a_trainer(tmp_path, training={"ema": 0.8, "epochs": 1})
     expected = {name: value.double().clone() for name, value in trainer.net.state_dict().items()}
     steps = 0
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
     def catch_up() -> None:
         nonlocal steps
@@ -362,12 +362,12 @@ def test_the_run_averages_after_every_step_and_keeps_the_average(tmp_path: Path)
             expected[name] = decay * expected[name] + (1 - decay) * value.double() if floating else value.double()
         steps += 1
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         if trainer.progress.step:  # the weights are now those after the step before
             catch_up()
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     trained = trainer.fit()
     catch_up()
     assert steps == 6

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from steelman.data import CropFlip, NoAugment
 from steelman.data.source import ArraySource
 from steelman.heads import build_head
 from steelman.models.classifier import Classifier
-from steelman.objectives import OBJECTIVES, Batch, Outcome
+from steelman.objectives import OBJECTIVES, Batch, Objective, Outcome
 from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
 from steelman.schedules import SCHEDULES
 from steelman.threat import ThreatModel
-from steelman.training import OPTIMIZERS, Around, Compute, Guard, Trainer, Training, Validation
+from steelman.training import OPTIMIZERS, Around, Compute, Guard, RunSettings, Trainer, Training, Validation
 from steelman.training.checkpoint import checkpoints, load_checkpoint
 
 SHAPE = (1, 4, 4)
@@ -81,17 +81,27 @@ def some_data(n: int = 42, classes: int = 3, seed: int = 0) -> ArraySource:
 
 
 @dataclasses.dataclass
-class Remembering:
+class Remembering(Objective):
     """PGD-AT with a term that depends on all batches before: a run that forgets `carry` ends elsewhere."""
 
     inner: PGDAT = PGDAT(attack=PGD(steps=2, step_size=0.05, keep="last"))  # noqa: RUF009 - frozen settings
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
-        outcome = self.inner(model, batch)
+    def __call__(self, batch: Batch) -> Outcome:
+        outcome = self.inner(batch)
         seen = batch.carry.get("seen", torch.zeros(3))
         batch.carry["seen"] = 0.9 * seen + outcome.logits.mean(dim=0)
         batch.carry["count"] = batch.carry.get("count", torch.tensor(0)) + len(batch.x)
         return Outcome(outcome.loss * (1 + 0.1 * batch.carry["seen"].sum().sin()), outcome.logits)
+
+
+class Made(Objective):
+    """An objective that is a function."""
+
+    def __init__(self, function: Callable[[Batch], Outcome]) -> None:
+        self.function = function
+
+    def __call__(self, batch: Batch) -> Outcome:
+        return self.function(batch)
 
 
 def a_trainer(folder: Path, *, loud: Console | None = None, **changes: Any) -> Trainer:
@@ -106,6 +116,13 @@ def a_trainer(folder: Path, *, loud: Console | None = None, **changes: Any) -> T
         "ema": 0.9,
         **changes.pop("training", {}),
     }
+    blocks = {
+        "training": Training(**training),
+        "validation": changes.pop("watch", Validation(size=24, samples=24, attack=PGD(steps=2))),
+        "guard": changes.pop("guard", Guard(on_collapse="ignore")),
+        "around": changes.pop("around", Around()),
+        "compute": changes.pop("compute", Compute(accelerator="cpu")),
+    }
     given: dict[str, Any] = {
         "net": a_net(),
         "train": some_data(),
@@ -113,18 +130,16 @@ def a_trainer(folder: Path, *, loud: Console | None = None, **changes: Any) -> T
         "augment": CropFlip(pad=1),
         "threat": ThreatModel(eps=0.1),
         "objective": Remembering(),
-        "training": Training(**training),
-        "watch": Validation(size=24, samples=24, attack=PGD(steps=2)),
-        "guard": Guard(on_collapse="ignore"),
-        "around": Around(),
-        "compute": Compute(accelerator="cpu"),
+        "settings": RunSettings(**blocks),
         "console": loud or Console(file=io.StringIO(), width=500),
         "folder": folder,
         "fingerprint": "this recipe",
         "helper": Helper(),
         **changes,
     }
-    given.setdefault("fabric", Fabric(accelerator="cpu", devices=1, precision=given["compute"].precision))
+    if not isinstance(given["objective"], Objective):
+        given["objective"] = Made(given["objective"])
+    given.setdefault("fabric", Fabric(accelerator="cpu", devices=1, precision=given["settings"].compute.precision))
     return Trainer(**given)
 
 
@@ -182,6 +197,7 @@ def a_batch(net: nn.Module, n: int = 6, *, eps: float = 0.1, ratio: float = 1.0,
         "threat": ThreatModel(eps=eps),
         "ratio": ratio,
         "key": Key(3).fold("attack", 11),
+        "model": net,
         "net": net,
         "carry": {},
         "helper": Helper(),
@@ -270,12 +286,12 @@ def wait_for(condition: Any, running: list[Running], timeout: float = 60) -> Non
 @contextlib.contextmanager
 def interrupted_at(steps: set[int], trainer: Trainer, number: int = signal.SIGTERM) -> Iterator[None]:
     """Send this process a signal while the objective is at the given steps."""
-    inner = trainer.objective
+    inner = trainer.criterion.objective
 
-    def objective(model: nn.Module, batch: Batch) -> Outcome:
+    def objective(batch: Batch) -> Outcome:
         if trainer.progress.step in steps:
             os.kill(os.getpid(), number)
-        return inner(model, batch)
+        return inner(batch)
 
-    trainer.objective = objective
+    trainer.criterion.objective = Made(objective)
     yield

@@ -25,7 +25,7 @@ from steelman.recipe_files import find, load, setting
 from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
-from steelman.training import Around, Compute, Guard, Training, Validation
+from steelman.training import Around, Compute, Guard, RunSettings, Training, Validation
 
 
 def _with_options(value: object, own: set[str]) -> object:
@@ -193,6 +193,17 @@ class Recipe:
     compute: Compute = Compute()
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
 
+    @property
+    def settings(self) -> RunSettings:
+        """How it trains, as the trainer takes it."""
+        return RunSettings(
+            training=self.training,
+            validation=self.validation,
+            guard=self.guard,
+            around=self.around,
+            compute=self.compute,
+        )
+
 
 def fingerprint(source: Mapping[str, Any]) -> str:
     """A short hash of everything in a recipe that can change its result."""
@@ -226,7 +237,7 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     )
     if clashes:
         raise UserError(f"{origin}:\n" + "\n".join(f"  {key}: {reason}" for key, reason in clashes))
-    if getattr(recipe.objective, "helper", Path()) is None:
+    if recipe.objective.helped and recipe.objective.setting("helper") is None:
         raise UserError(
             f"{origin}:\n  objective.helper: expected the folder of a finished run, whose model "
             f"{type(recipe.objective).__name__} learns from, got none"
@@ -248,7 +259,7 @@ def _other_norms(recipe: Recipe) -> list[str]:
     """What to say of attacks that do not know the recipe's norm: before a run, not at its end."""
     attacks: dict[str, Any] = {f"evaluation.attacks.{label}": a for label, a in recipe.evaluation.attacks.items()}
     attacks["validation.attack"] = recipe.validation.attack
-    attacks["objective.attack"] = getattr(recipe.objective, "attack", None)
+    attacks["objective.attack"] = recipe.objective.setting("attack")
     norm = recipe.threat.norm
     return [
         f"{key}: {type(attack).__name__} knows the norms {', '.join(attack.norms)}, and threat.norm is {norm}"

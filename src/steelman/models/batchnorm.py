@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -126,5 +127,50 @@ def fixed(model: nn.Module, statistics: Mapping[_BatchNorm, tuple[Tensor, Tensor
     finally:
         for norm, running_mean, running_var in kept:
             norm.running_mean, norm.running_var = running_mean, running_var
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def shared(model: nn.Module, statistics: Statistics | None = None) -> Iterator[Statistics]:
+    """Run a model in eval mode, but with its batch norms normalising by the statistics of one batch, in the graph.
+
+    Without `statistics` they are those of each forward's own batch, and are noted in what is yielded; with them, those.
+    Gradients flow through them, to the weights and to the images they were made from. A batch norm that was not in
+    train mode keeps its running averages. Nothing is recorded, and modes are as before afterwards.
+
+    >>> norm, x = nn.BatchNorm1d(1, affine=False, eps=0), torch.tensor([[1.0], [3.0]])
+    >>> with shared(norm) as seen:
+    ...     own = norm(x)
+    >>> with shared(norm, seen):
+    ...     own.T, norm(x + 2).T
+    (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [module for module, training in modes if isinstance(module, _BatchNorm) and training]
+    seen: Statistics = {} if statistics is None else statistics
+
+    def forward(norm: _BatchNorm, x: Tensor) -> Tensor:
+        if statistics is None:
+            variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
+            seen[norm] = (mean, variance)
+        if norm not in seen:  # it did not run on the batch whose statistics these are
+            return type(norm).forward(norm, x)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        mean, variance = (value.view(shape) for value in seen[norm])
+        out = (x - mean) / (variance + norm.eps).sqrt()
+        if norm.affine:
+            out = out * norm.weight.view(shape) + norm.bias.view(shape)
+        return out
+
+    try:
+        for module, _ in modes:
+            module.training = False
+        for norm in norms:
+            norm.forward = functools.partial(forward, norm)  # type: ignore[method-assign]
+        yield seen
+    finally:
+        for norm in norms:
+            del norm.forward
         for module, training in modes:
             module.training = training

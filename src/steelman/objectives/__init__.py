@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steelman.objectives.alp import ALP
-from steelman.objectives.base import Batch, Objective, Outcome, check_model, forwards_of, is_adversarial, objections
+from steelman.objectives.base import Batch, Objective, Outcome, check_model, objections
 from steelman.objectives.cure import CURE
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.feature_scatter import FeatureScatter
@@ -37,4 +37,4 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "hat": HAT,
 }
 
-__all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "check_model", "forwards_of", "is_adversarial", "objections"]
+__all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "check_model", "objections"]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.heads import head_of
 from steelman.models.batchnorm import Branch
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.settings import Number, settings
 
 
 @settings
-class ALP:
+class ALP(Objective):
     """mean [ CE(f(x), y) / 2 + CE(f(x*), y) / 2 + weight * d(z(x), z(x*)) ], with x* climbing CE(f(x'), y).
 
     The pair term d compares logits before the head's scale, so that it means the same for every head; "mse" is the mean
@@ -31,11 +31,11 @@ class ALP:
     pair: Literal["mse", "norm"] = "mse"
     attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last")
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
-        both = (batch.cross_entropy(model, clean) + batch.cross_entropy(model, adversarial)) / 2
-        loss = (both + self.weight * self.distance(model, clean, adversarial)).mean()
+        clean, adversarial = batch.clean(), batch.adversarial(x_adv)
+        both = (batch.cross_entropy(clean) + batch.cross_entropy(adversarial)) / 2
+        loss = (both + self.weight * self.distance(batch.net, clean, adversarial)).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)
 
     def distance(self, model: nn.Module, clean: Tensor, adversarial: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,14 @@ def inner(**defaults: Any) -> BeforeValidator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One batch and what surrounds it.
+    """One batch as an objective sees it. `Criterion` makes it, and nobody else has to.
 
-    `threat` has the radius scheduled for this step, `ratio` is that radius over the target one (step sizes follow it);
-    `net` is the bare module an inner attack works on, while the model an objective is called with may be wrapped for
-    several processes; `carry` is what an objective keeps from batch to batch, and is saved in checkpoints; it may be
-    changed in ``Outcome.after`` alone, for weight perturbation takes the loss twice a step. `smoothing` is the label
-    smoothing of the training loss, `progress` the share of the run that is done, `helper` the other model that an
-    objective with a setting of that name learns from. `x_adv`, when given, are the adversarial images to use: weight
+    `model` is the model that is trained, in whatever it is wrapped for several processes. `net` is the bare module
+    inside: an attack works on it, for an attack needs no exchange of gradients. `threat` has the radius of this step,
+    and `ratio` is that radius over the target one: step sizes follow it. `carry` is what an objective keeps from batch
+    to batch. It is saved in checkpoints, and changes in ``Outcome.after`` alone, for weight perturbation takes the loss
+    twice a step. `smoothing` is the label smoothing, `progress` the share of the training that is done, `helper` the
+    other model that some objectives learn from. `x_adv`, when given, are the adversarial images to use: weight
     perturbation trains a second time on the same ones.
     """
 
@@ -53,6 +53,7 @@ class Batch:
     threat: ThreatModel
     ratio: float
     key: Key
+    model: nn.Module
     net: nn.Module
     carry: dict[str, Tensor]
     smoothing: float = 0.0
@@ -82,23 +83,28 @@ class Batch:
         with routed(self.net, "adversarial"):
             return scaled(self.net, self.x, self.y, self.threat, index=self.index, key=self.key)
 
-    def adversarial(self, model: nn.Module, x_adv: Tensor) -> Tensor:
-        """The model's logits of adversarial images: through the auxiliary batch norms, if it has them."""
-        with routed(self.net, "adversarial"):
-            logits: Tensor = model(x_adv)
+    def clean(self) -> Tensor:
+        """The logits of the clean images, with gradients for the weights."""
+        logits: Tensor = self.model(self.x)
         return logits
 
-    def cross_entropy(self, model: nn.Module, logits: Tensor) -> Tensor:
+    def adversarial(self, x_adv: Tensor) -> Tensor:
+        """The logits of adversarial images, with gradients for the weights; through the auxiliary batch norms, if the
+        model has them."""
+        with routed(self.net, "adversarial"):
+            logits: Tensor = self.model(x_adv)
+        return logits
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
         """The training cross-entropy of each sample: with the head's margin and the label smoothing."""
-        return F.cross_entropy(
-            with_margin(model, logits, self.y), self.y, reduction="none", label_smoothing=self.smoothing
-        )
+        lowered = with_margin(self.net, logits, self.y)
+        return F.cross_entropy(lowered, self.y, reduction="none", label_smoothing=self.smoothing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The loss to descend, the logits of the samples it was trained on (for the training accuracy), and the adversarial
-    images, if any. `after` is called once the gradients are there, before the optimiser's step."""
+    images, if any. `after` is called once the gradients are there."""
 
     loss: Tensor
     logits: Tensor
@@ -106,56 +112,64 @@ class Outcome:
     after: Callable[[], None] | None = None
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """Settings that turn ``(model, batch)`` into a loss.
+class Objective:
+    """Settings that turn a batch into a loss. `Criterion` calls it; each subclass is one method.
 
-    Class attributes say what the rest must know of it, where it differs from the usual:
+    Class attributes say what the rest must know of it:
     `forwards`: the forwards in train mode, in order; these, and nothing else, move batch-norm statistics.
     `adversarial`: False for one that has no training attack, and so none to overfit to.
+    `helped`: True for one that learns from another model beside the labels.
     `eager`: why it cannot run compiled. `single_pass`: why its loss cannot be taken twice on the same images, as
-    weight perturbation does. `replays`: how often in a row it sees each batch. A method `check(net, x)` raises for a
-    model that the objective cannot train.
+    weight perturbation does.
     """
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome: ...
+    forwards: ClassVar[tuple[Branch, ...]] = ("adversarial",)
+    adversarial: ClassVar[bool] = True
+    helped: ClassVar[bool] = False
+    eager: ClassVar[str] = ""
+    single_pass: ClassVar[str] = ""
+
+    def __call__(self, batch: Batch) -> Outcome:
+        raise NotImplementedError(f"{type(self).__name__} has no loss: an objective defines __call__(batch)")
+
+    @property
+    def repeats(self) -> int:
+        """How often in a row it sees each batch."""
+        return 1
+
+    def scheduled(self) -> str:
+        """The setting that changes with the progress of the training; nothing if none does."""
+        return ""
+
+    def check(self, net: nn.Module, x: Tensor) -> None:
+        """Raise for a model that it cannot train; `x` are a few images."""
+
+    def setting(self, name: str) -> Any:
+        """A setting that not every objective has, such as `attack` or `helper`; None in those without it."""
+        return getattr(self, name, None)
 
 
-def check_model(objective: object, net: nn.Module, x: Tensor) -> None:
+def check_model(objective: Objective, net: nn.Module, x: Tensor) -> None:
     """Refuse a model that an objective cannot train, in the objective's own words; `x` are a few images."""
-    check = getattr(objective, "check", None)
-    if check is not None:
-        try:
-            check(net, x)
-        except UserError as error:
-            raise UserError(f"{type(objective).__name__}: {error}") from None
+    try:
+        objective.check(net, x)
+    except UserError as error:
+        raise UserError(f"{type(objective).__name__}: {error}") from None
 
 
-def is_adversarial(objective: object) -> bool:
-    """Whether an objective trains against an attack."""
-    return bool(getattr(objective, "adversarial", True))
-
-
-def forwards_of(objective: object) -> tuple[Branch, ...]:
-    """The forwards in train mode that an objective makes of each batch."""
-    forwards: tuple[Branch, ...] = getattr(objective, "forwards", ("adversarial",))
-    return forwards
-
-
-def objections(objective: object, *, compiled: bool, awp: bool, auxiliary_norm: bool) -> list[tuple[str, str]]:
+def objections(objective: Objective, *, compiled: bool, awp: bool, auxiliary_norm: bool) -> list[tuple[str, str]]:
     """What an objective cannot be combined with, as (key of the recipe, reason)."""
     name, found = type(objective).__name__, []
-    if compiled and (reason := getattr(objective, "eager", "")):
-        found.append(("compute.compile", f"{name} {reason}"))
-    if awp and (reason := getattr(objective, "single_pass", "")):
-        found.append(("around.awp", f"{name} {reason}"))
-    if auxiliary_norm and len(set(forwards_of(objective))) < 2:
-        only = forwards_of(objective)[0]
+    if compiled and objective.eager:
+        found.append(("compute.compile", f"{name} {objective.eager}"))
+    if awp and objective.single_pass:
+        found.append(("around.awp", f"{name} {objective.single_pass}"))
+    if auxiliary_norm and len(set(objective.forwards)) < 2:
         found.append(
             (
                 "around.auxiliary_norm",
-                f"{name} trains on {only} batches alone, so there are no two kinds to normalise apart; expected an "
-                "objective with a clean and an adversarial forward, such as trades",
+                f"{name} trains on {objective.forwards[0]} batches alone, so there are no two kinds to normalise "
+                "apart; expected an objective with a clean and an adversarial forward, such as trades",
             )
         )
     return found

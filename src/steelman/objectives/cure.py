@@ -6,17 +6,17 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelman.models.batchnorm import Branch, fixed
-from steelman.objectives.base import Batch, Outcome
+from steelman.objectives.base import Batch, Objective, Outcome
 from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings
 from steelman.threat import steepest
 
 
 @settings
-class CURE:
+class CURE(Objective):
     """mean [ l(x) + weight * ||grad l(x + h z) - grad l(x)||^2 ], with z = sign(grad l(x)) / ||sign(grad l(x))||_2.
 
     l is the training cross-entropy, with the head's margin and the label smoothing; z is a constant, and x + h z may
@@ -47,13 +47,16 @@ class CURE:
             raise SettingsError([(("h",), f"expected a length of at least 0, got {self.h}")])
         return self
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
-        clean = model(batch.x)
+    def scheduled(self) -> str:
+        return "h" if callable(self.h) else ""
+
+    def __call__(self, batch: Batch) -> Outcome:
+        clean = batch.clean()
 
         def gradient(x: Tensor) -> Tensor:
             """Each sample's own input gradient, which can be differentiated again."""
             x = x.detach().requires_grad_(True)
-            losses = batch.cross_entropy(model, batch.net(x))
+            losses = batch.cross_entropy(batch.net(x))
             return torch.autograd.grad(losses.sum(), x, create_graph=True)[0]
 
         # In half precision the difference of two gradients would be rounding.
@@ -63,5 +66,5 @@ class CURE:
             bend = (gradient(batch.x + value_at(self.h, batch.progress) * z) - here).flatten(1)
         # The norm, unlike the root of a sum of squares, has a gradient (of zero) where it is zero.
         curvature = bend.square().sum(dim=1) if self.squared else torch.linalg.vector_norm(bend, dim=1)
-        loss = (batch.cross_entropy(model, clean) + self.weight * curvature).mean()
+        loss = (batch.cross_entropy(clean) + self.weight * curvature).mean()
         return Outcome(loss=loss, logits=clean.detach())

@@ -14,12 +14,12 @@ from steelman.attacks.base import input_gradient, logits_of, untouched
 from steelman.attacks.pgd import ascend
 from steelman.errors import UserError
 from steelman.heads import with_margin
-from steelman.objectives.base import Batch, Outcome
+from steelman.objectives.base import Batch, Objective, Outcome
 from steelman.settings import Count, Number, settings
 
 
 @settings
-class FeatureScatter:
+class FeatureScatter(Objective):
     """mean CE(f(x*), q(y)), where x* climbs D(f(x), f(x')) = min_T sum_ij T_ij (1 - cos(f(x_i), f(x'_j))) of a batch.
 
     q(y) gives the true class 1 - delta and each other class delta / (K - 1); a label smoothing around the objective is
@@ -50,10 +50,10 @@ class FeatureScatter:
         with torch.no_grad(), untouched(net):
             soft_labels(net(x), torch.zeros(len(x), dtype=torch.long), self.delta)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = self.scattered(batch)
-        logits = batch.adversarial(model, x_adv)
-        lowered = with_margin(model, logits, batch.y)
+        logits = batch.adversarial(x_adv)
+        lowered = with_margin(batch.net, logits, batch.y)
         labels = soft_labels(logits, batch.y, self.delta)
         losses = F.cross_entropy(lowered, labels, reduction="none", label_smoothing=batch.smoothing)
         return Outcome(loss=losses.mean(), logits=logits.detach(), x_adv=x_adv)

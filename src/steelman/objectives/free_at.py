@@ -6,15 +6,14 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from steelman.attacks.pgd import ascend
-from steelman.objectives.base import Batch, Outcome
+from steelman.objectives.base import Batch, Objective, Outcome
 from steelman.settings import Count, Number, settings
 
 
 @settings
-class FreeAT:
+class FreeAT(Objective):
     """mean CE(f(x + delta), y), each batch `replays` times; after each backward, delta <- delta + step eps U_p(grad).
 
     delta starts at zero and is carried over replays and over batches, row by row; one backward gives the gradients of
@@ -30,18 +29,22 @@ class FreeAT:
     replays: Count = 8
     step: Annotated[Number, Field(gt=0)] = 1.0
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    @property
+    def repeats(self) -> int:
+        return self.replays
+
+    def __call__(self, batch: Batch) -> Outcome:
         x, threat = batch.x, batch.threat
         carried = batch.carry.get("delta", x[:0])
         carried = torch.cat((carried, torch.zeros_like(x[len(carried) :])))  # rows no batch has had yet start at zero
         x_adv = threat.project(x + carried[: len(x)].to(x.dtype), x).requires_grad_(True)
-        logits = batch.adversarial(model, x_adv)
+        logits = batch.adversarial(x_adv)
 
         def after() -> None:
             """Move delta by the gradient that the weights' backward left on the images."""
-            assert x_adv.grad is not None
+            assert x_adv.grad is not None  # Criterion calls this after a backward pass alone
             moved = ascend(x_adv.detach(), x_adv.grad, x, threat, self.step * threat.eps)
             batch.carry["delta"] = torch.cat((moved - x, carried[len(x) :])).contiguous()
 
-        loss = batch.cross_entropy(model, logits).mean()
+        loss = batch.cross_entropy(logits).mean()
         return Outcome(loss=loss, logits=logits.detach(), x_adv=x_adv.detach(), after=after)

@@ -7,19 +7,19 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelman.attacks.base import input_gradient, logits_of
 from steelman.attacks.pgd import ascend
 from steelman.losses import cross_entropy, kl
 from steelman.models.batchnorm import Branch
-from steelman.objectives.base import Batch, Outcome
+from steelman.objectives.base import Batch, Objective, Outcome
 from steelman.schedules import Scheduled, lowest, value_at
 from steelman.settings import Number, SettingsError, settings
 
 
 @settings
-class GAT:
+class GAT(Objective):
     """mean [ CE(f(x), y) + weight * ||p(x) - p(x*)||^2 ], where x* climbs CE(f(x'), y) + a weight ||p(x) - p(x')||^2.
 
     p is the softmax. a is 0 and 1 in turn, batch by batch over the whole run (the released code begins each epoch with
@@ -48,11 +48,14 @@ class GAT:
             raise SettingsError([(("weight",), f"expected a weight of at least 0, got {self.weight}")])
         return self
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def scheduled(self) -> str:
+        return "weight" if callable(self.weight) else ""
+
+    def __call__(self, batch: Batch) -> Outcome:
         weight = value_at(self.weight, batch.progress)
         turn = batch.carry.get("turn", torch.tensor(0))
         x_adv = self.guided(batch, turn * weight)
-        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
+        clean, adversarial = batch.clean(), batch.adversarial(x_adv)
         squares = self.distance == "squared"
         pair = weight * squared(adversarial, clean) if squares else self.beta * kl(adversarial, clean)
 
@@ -60,7 +63,7 @@ class GAT:
             """The other turn for the next batch."""
             batch.carry["turn"] = 1 - turn
 
-        loss = (batch.cross_entropy(model, clean) + pair).mean()
+        loss = (batch.cross_entropy(clean) + pair).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv, after=after)
 
     def guided(self, batch: Batch, weight: Tensor) -> Tensor:

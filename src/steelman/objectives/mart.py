@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelman.attacks import PGD, Attack
 from steelman.losses import kl
 from steelman.models.batchnorm import Branch
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.settings import Number, settings
 
 # The constants of the released code, which keep the logarithm and the weight away from zero.
@@ -19,7 +19,7 @@ LIFT, TINY, WEIGHT_LIFT = 1.0001, 1e-12, 1.0000001
 
 
 @settings
-class MART:
+class MART(Objective):
     """mean [ BCE(f(x*), y) + beta * KL(f(x) || f(x*)) * (1 - f(x)_y) ], where x* climbs CE(f(x'), y).
 
     BCE(p, y) = CE(p, y) - log(1 - max_{k != y} p_k). The weight 1 - f(x)_y carries gradient, as in the released code.
@@ -32,10 +32,10 @@ class MART:
     beta: Annotated[Number, Field(ge=0)] = 6.0
     attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last", start="gaussian")
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
-        boosted = batch.cross_entropy(model, adversarial) + runner_up(adversarial, batch.y)
+        clean, adversarial = batch.clean(), batch.adversarial(x_adv)
+        boosted = batch.cross_entropy(adversarial) + runner_up(adversarial, batch.y)
         right = clean.softmax(dim=1).gather(1, batch.y[:, None])[:, 0]
         loss = (boosted + self.beta * kl(adversarial, clean) * (WEIGHT_LIFT - right)).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)

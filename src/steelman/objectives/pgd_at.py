@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from torch import nn
-
 from steelman.attacks import PGD, Attack
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.settings import settings
 
 
 @settings
-class PGDAT:
+class PGDAT(Objective):
     """Cross-entropy on the adversary's images: mean CE(f(x*), y), where x* climbs CE(f(x'), y) inside the ball.
 
     The attack sees the head's scaled logits without the margin, in the mode it names ("eval" by default, in which batch
@@ -23,7 +21,7 @@ class PGDAT:
 
     attack: Annotated[Attack, inner()] = PGD(steps=10, keep="last")
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        logits = batch.adversarial(model, x_adv)
-        return Outcome(loss=batch.cross_entropy(model, logits).mean(), logits=logits.detach(), x_adv=x_adv)
+        logits = batch.adversarial(x_adv)
+        return Outcome(loss=batch.cross_entropy(logits).mean(), logits=logits.detach(), x_adv=x_adv)

@@ -17,7 +17,7 @@ from steelman.heads import Head
 from steelman.losses import kl
 from steelman.models.batchnorm import Branch
 from steelman.models.features import check_features, check_readable, features_of, last_layer
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.objectives.pgd_at import PGDAT
 from steelman.objectives.trades import TRADES
 from steelman.rng import Key
@@ -32,7 +32,7 @@ def _of_base(value: object, info: ValidationInfo) -> object:
 
 
 @settings
-class RAT:
+class RAT(Objective):
     """mean [ (1 - alpha) CE(f(x), y) + beta KL(f(x) || f(x*)) + alpha (D1 + second * D2) ], from Taylor terms.
 
     D = (KL(T(d)_y || f(x*)) + KL(T(-d)_y || f(x))) / 2, with d = r(x) - r(x*) in D1 and r(x)^2 - r(x*)^2 in D2, where
@@ -71,14 +71,14 @@ class RAT:
         """Raise, before anything is trained, unless the model has features to read."""
         check_readable(net, x)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = self.crafted(batch)
         with features_of(batch.net) as seen:
-            clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
+            clean, adversarial = batch.clean(), batch.adversarial(x_adv)
         if self.base == "trades":
-            label, pair = batch.cross_entropy(model, clean), self.beta * kl(adversarial, clean)
+            label, pair = batch.cross_entropy(clean), self.beta * kl(adversarial, clean)
         else:
-            label, pair = batch.cross_entropy(model, adversarial), torch.zeros_like(clean[:, 0])
+            label, pair = batch.cross_entropy(adversarial), torch.zeros_like(clean[:, 0])
         if self.order:
             layer = last_layer(batch.net)
             check_features(layer, seen, clean, 2)

@@ -15,18 +15,21 @@ from steelman.attacks.base import untouched
 from steelman.errors import UserError
 from steelman.models.batchnorm import Branch, routed
 from steelman.models.features import check_features, check_readable, features_of, last_layer
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.rng import Key
 from steelman.settings import Count, Number, settings
 
+Distance = Literal["cosine", "absolute", "euclidean"]
+
 
 @settings
-class TLA:
+class TLA(Objective):
     """mean [ CE(f(x*), y) + weight * (max(0, d(a, p) - d(a, n) + alpha) + norm_weight * (a^2 + p^2 + n^2)) ].
 
     a, p and n are what enters the last layer: features of x* and of two clean images, p of the same class, n the most
-    similar to a of another class. d = 1 - cos, or 1 - |cos| if `distance` is "absolute", as in the released code (which
-    still picks n by cos); squares are means over features. `positive` "class" is another image of the class at random
+    similar to a of another class. d is the `distance`: 1 - cos, or "absolute" 1 - |cos|, as in the released code (where
+    n is still picked by cos), or "euclidean" the length of the difference; n is the nearest by the same d. Squares are
+    means over features. `positive` "class" is another image of the class at random
     (the clean x where there is none), "own" the clean x, "both" the mean of the two triplets' terms. The margin of a
     head is in the cross-entropy alone.
 
@@ -43,7 +46,7 @@ class TLA:
     alpha: Annotated[Number, Field(ge=0)] = 0.03
     weight: Annotated[Number, Field(ge=0)] = 2.0
     norm_weight: Annotated[Number, Field(ge=0)] = 1e-3
-    distance: Literal["cosine", "absolute"] = "cosine"
+    distance: Distance = "cosine"
     positive: Literal["class", "own", "both"] = "class"
     pool: Count = 10
     attack: Annotated[Attack, inner()] = PGD(steps=7, keep="last")
@@ -52,21 +55,21 @@ class TLA:
         """Raise, before anything is trained, unless the model has features to read."""
         check_readable(net, x)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
         pool = Pool.of(batch)
         own = torch.arange(len(batch.x), device=batch.x.device)
         another = pool.same_class(batch, batch.key.fold("positive"))
         positives = {"class": [another], "own": [own], "both": [another, own]}[self.positive]
-        negatives = pool.most_similar(batch, x_adv, absolute=self.distance == "absolute")
+        negatives = pool.most_similar(batch, x_adv, self.distance)
         with features_of(batch.net) as seen:
-            logits = batch.adversarial(model, x_adv)
-            model(pool.x[torch.cat([*positives, negatives])])
+            logits = batch.adversarial(x_adv)
+            batch.model(pool.x[torch.cat([*positives, negatives])])
         check_features(last_layer(batch.net), seen, logits, 2)
         a, chosen = map(as_rows, seen)
         *near, n = torch.split(chosen, len(a))
         triplets = torch.stack([self.triplet(a, p, n) for p in near]).mean(dim=0)
-        losses = batch.cross_entropy(model, logits) + self.weight * triplets
+        losses = batch.cross_entropy(logits) + self.weight * triplets
 
         def after() -> None:
             """Remember this batch. The oldest images make room, as many as came: a short batch leaves the pool full."""
@@ -77,10 +80,7 @@ class TLA:
 
     def triplet(self, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
         """The hinge and the squares of each triplet."""
-        near, far = F.cosine_similarity(a, p, dim=1), F.cosine_similarity(a, n, dim=1)
-        if self.distance == "absolute":
-            near, far = near.abs(), far.abs()
-        hinge = (far - near + self.alpha).clamp_min(0)  # d(a, p) - d(a, n) + alpha
+        hinge = (apart(a, p, self.distance) - apart(a, n, self.distance) + self.alpha).clamp_min(0)
         return hinge + self.norm_weight * (a.square() + p.square() + n.square()).mean(dim=1)
 
 
@@ -111,7 +111,7 @@ class Pool:
         found = (fits & (fits.cumsum(dim=1) == wanted[:, None])).long().argmax(dim=1)
         return torch.where(count > 0, found, torch.arange(len(found), device=found.device))
 
-    def most_similar(self, batch: Batch, x_adv: Tensor, *, absolute: bool) -> Tensor:
+    def most_similar(self, batch: Batch, x_adv: Tensor, distance: Distance) -> Tensor:
         """For each adversarial image the clean one of another class whose features are most like its own."""
         if not (others := batch.y[:, None] != self.y).any(dim=1).all():
             raise UserError(
@@ -120,14 +120,32 @@ class Pool:
             )
         net = batch.net
         with torch.no_grad(), untouched(net), features_of(net) as seen:
-            batch.adversarial(net, x_adv)
+            with routed(net, "adversarial"):
+                net(x_adv)
             for part in torch.split(self.x, len(x_adv)):
                 with routed(net, "clean"):
                     net(part)
-        a, *parts = (F.normalize(as_rows(z), dim=1) for z in seen)
+        a, *parts = map(as_rows, seen)
         with torch.autocast(a.device.type, enabled=False):
-            cos = a @ torch.cat(parts).T
-        return (cos.abs() if absolute else cos).masked_fill(~others, float("-inf")).argmax(dim=1)
+            if distance == "euclidean":
+                alike = -torch.cdist(a, torch.cat(parts))
+            else:
+                alike = F.normalize(a, dim=1) @ F.normalize(torch.cat(parts), dim=1).T
+        alike = alike.abs() if distance == "absolute" else alike
+        return alike.masked_fill(~others, float("-inf")).argmax(dim=1)
+
+
+def apart(one: Tensor, other: Tensor, distance: Distance) -> Tensor:
+    """d of each two rows.
+
+    >>> a, b = torch.tensor([[3.0, 4.0]]), torch.tensor([[-3.0, -4.0]])
+    >>> [round(float(apart(a, b, d)), 4) for d in ("cosine", "absolute", "euclidean")]
+    [2.0, 0.0, 10.0]
+    """
+    if distance == "euclidean":
+        return torch.linalg.vector_norm(one - other, dim=1)  # type: ignore[no-any-return]
+    cos = F.cosine_similarity(one, other, dim=1)
+    return 1 - (cos.abs() if distance == "absolute" else cos)
 
 
 def as_rows(z: Tensor) -> Tensor:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import nn
 
 from steelman.attacks import PGD, Attack
 from steelman.losses import kl
 from steelman.models.batchnorm import Branch
-from steelman.objectives.base import Batch, Outcome, inner
+from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.settings import Number, settings
 
 
 @settings
-class TRADES:
+class TRADES(Objective):
     """mean [ CE(f(x), y) + beta * KL(f(x) || f(x*)) ], where x* climbs the same KL from a small Gaussian start.
 
     Gradients flow through both sides of the KL. The margin of a head is in the natural term alone. Two forwards in
@@ -31,8 +30,8 @@ class TRADES:
         steps=10, keep="last", loss="kl", start="gaussian"
     )
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> Outcome:
         x_adv = batch.attacked(self.attack)
-        clean, adversarial = model(batch.x), batch.adversarial(model, x_adv)
-        loss = (batch.cross_entropy(model, clean) + self.beta * kl(adversarial, clean)).mean()
+        clean, adversarial = batch.clean(), batch.adversarial(x_adv)
+        loss = (batch.cross_entropy(clean) + self.beta * kl(adversarial, clean)).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv)

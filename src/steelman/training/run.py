@@ -28,7 +28,7 @@ from steelman.evaluation.result import Evaluation
 from steelman.files import write_atomic
 from steelman.models.batchnorm import route, split_norms
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
-from steelman.objectives import check_model, is_adversarial
+from steelman.objectives import check_model
 from steelman.recipe import Recipe, fingerprint, parse, read
 from steelman.report import Entry, html, tables
 from steelman.rng import Key
@@ -60,7 +60,7 @@ def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -
 
 def _helper(recipe: Recipe, dataset: data.Dataset) -> tuple[nn.Module | None, str]:
     """The model that the objective learns from, if it names one, and its checksum."""
-    folder: Path | None = getattr(recipe.objective, "helper", None)
+    folder: Path | None = recipe.objective.setting("helper")
     if folder is None:
         return None, ""
     try:
@@ -162,14 +162,10 @@ def train(
         net=net,
         train=training,
         validation=validation,
-        augment=recipe.data.augment,
-        threat=recipe.threat,
         objective=recipe.objective,
-        training=recipe.training,
-        watch=recipe.validation,
-        guard=recipe.guard,
-        around=recipe.around,
-        compute=recipe.compute,
+        threat=recipe.threat,
+        settings=recipe.settings,
+        augment=recipe.data.augment,
         fabric=fabric,
         folder=folder,
         console=console if fabric.is_global_zero else Console(quiet=True),
@@ -191,7 +187,7 @@ def train(
         console.print(
             f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
         )
-    warning = blind(trained.history) if is_adversarial(recipe.objective) else None
+    warning = blind(trained.history) if recipe.objective.adversarial else None
     if warning:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
     _export(recipe, folder, trained, dataset)

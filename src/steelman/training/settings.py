@@ -11,9 +11,9 @@ from pydantic import Field, NonNegativeInt, model_validator
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError
 from steelman.models.batchnorm import Branch
+from steelman.objectives.awp import AWP
 from steelman.schedules import Resets, Scheduled, Warmup, lowest
 from steelman.settings import Count, Number, SettingsError, named, settings
-from steelman.training.awp import AWP
 
 NonNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
@@ -167,3 +167,14 @@ class Training:
             shown = ", ".join(f"{end:g}" for end in ends)
             raise SettingsError([(("select",), f"cycles must end with an epoch; of {self.epochs} they end at {shown}")])
         return [round(end) for end in ends]
+
+
+@settings
+class RunSettings:
+    """How a run trains, whole: the same blocks as a recipe has."""
+
+    training: Training = Training()
+    validation: Validation = Validation()
+    guard: Guard = Guard()
+    around: Around = Around()
+    compute: Compute = Compute()

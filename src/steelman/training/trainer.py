@@ -15,25 +15,24 @@ from lightning_fabric import Fabric
 from rich.console import Console
 from torch import Tensor, nn
 
-from steelman.data.augment import Augmentation
+from steelman.data.augment import Augmentation, NoAugment
 from steelman.data.source import Source, batches, stream
 from steelman.errors import TrainingInterruptedError, UserError, resume_command
-from steelman.heads import Head
 from steelman.models.batchnorm import routed
 from steelman.models.classifier import load_weights
-from steelman.objectives import Batch, Objective, is_adversarial
+from steelman.objectives.base import Objective
+from steelman.objectives.criterion import Criterion
 from steelman.rng import Key
 from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
-from steelman.training.awp import shift
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_newest, prune, save_checkpoint
 from steelman.training.guard import StopRequest, collapse, poisoned, stagnation, stop_on_signals
 from steelman.training.keeping import keep, steps_to_keep
 from steelman.training.processes import agree, gathered, share_buffers, sums
 from steelman.training.progress import Recorder
 from steelman.training.records import Progress, Trained
-from steelman.training.settings import Around, Compute, Guard, Training, Validation
+from steelman.training.settings import RunSettings
 from steelman.training.validation import score
 
 
@@ -42,47 +41,56 @@ class Trainer:
     """Trains `net` on `train`, watches it on `validation`, and keeps everything in `folder`.
 
     `fingerprint` names the recipe: a checkpoint of another recipe is refused. `helper` is the model that some
-    objectives learn from beside the labels.
+    objectives learn from beside the labels. `exact` is False for data that cannot be had a second time as they were:
+    such a run goes on from the beginning of an epoch.
     """
 
     net: nn.Module
     train: Source
     validation: Source
-    augment: Augmentation
-    threat: ThreatModel
     objective: Objective
-    training: Training
-    watch: Validation
-    guard: Guard
-    around: Around
-    compute: Compute
+    threat: ThreatModel
+    settings: RunSettings
     fabric: Fabric
     folder: Path
     console: Console
+    augment: Augmentation = dataclasses.field(default_factory=NoAugment)
     fingerprint: str = ""
     helper: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        self.training, self.around, self.compute = self.settings.training, self.settings.around, self.settings.compute
         self.key = Key(self.training.seed)
         n, size = len(self.train), self.training.batch_size
         if size % self.fabric.world_size:
             raise UserError(f"batch_size {size} does not divide among {self.fabric.world_size} processes")
         # A last batch of one image a process is dropped: batch norm has no statistics for it.
-        self.replays: int = getattr(self.objective, "replays", 1)
-        self.per_epoch = self.replays * max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
+        batches_an_epoch = max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
+        self.per_epoch = self.objective.repeats * batches_an_epoch
         self.total = self.per_epoch * self.training.epochs
         self.progress = Progress()
-        self.carry: dict[str, Tensor] = {}
         if self.compute.channels_last:
             self.net = self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.manual_seed(self.key.fold("global", self.fabric.global_rank).integer() & (2**63 - 1))
         optimizer = self.training.optimizer(self.net.parameters())
-        # The inner attack runs on the bare module: it needs no gradient exchange between processes.
-        self.attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
-        self.model, self.optimizer = self.fabric.setup(self.attacked, optimizer)
+        # Attacks run on the bare module: they need no gradient exchange between processes.
+        attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
+        self.model, self.optimizer = self.fabric.setup(attacked, optimizer)
         if self.helper is not None:
             self.helper = self.helper.to(self.fabric.device).eval().requires_grad_(False)
-        self._project()
+        self.criterion = Criterion(
+            self.objective,
+            self.model,
+            self.threat,
+            seed=self.training.seed,
+            label_smoothing=self.around.label_smoothing,
+            steps=self.total,
+            awp=self.around.awp,
+            optimizer=optimizer,
+            helper=self.helper,
+            net=attacked,
+        )
+        self.criterion.project()
         self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
 
     def fit(self, resume: bool = False) -> Trained:
@@ -125,7 +133,7 @@ class Trainer:
             progress,
             self.training,
             stopped=stopped,
-            rollback=self.guard.on_collapse == "rollback",
+            rollback=self.settings.guard.on_collapse == "rollback",
             console=self.console,
         )
 
@@ -134,7 +142,7 @@ class Trainer:
         epoch, world = self.progress.epoch, self.fabric.world_size
         order = batches(len(self.train), self.training.batch_size, self.key.fold("order", epoch))
         order = [
-            index for index in order for _ in range(self.replays)
+            index for index in order for _ in range(self.objective.repeats)
         ]  # each batch as often as the objective replays it
         order = [index[: len(index) - len(index) % world] for index in order[: self.per_epoch]][self.progress.batch :]
         shares = [index[self.fabric.global_rank :: world] for index in order]
@@ -160,46 +168,26 @@ class Trainer:
         x = self.augment(x, index, self.key.fold("augment", progress.epoch))
         if self.compute.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        batch = Batch(
-            x=x,
-            y=y,
-            index=index,
-            threat=self.threat.at(eps),
-            ratio=eps / self.threat.eps if self.threat.eps else 1.0,
-            key=self.key.fold("attack", progress.step),
-            net=self.attacked,
-            carry=self.carry,
-            smoothing=self.around.label_smoothing,
-            progress=share,
-            helper=self.helper,
-        )
         self.model.train()
-        awp = self.around.awp
         with self.fabric.autocast():
-            shifted = awp.shifted(self.objective, batch, self.fabric) if awp and share >= awp.start else None
-            outcome = self.objective(self.model, shifted[0] if shifted else batch)
-        loss = sums(self.fabric, float(outcome.loss.detach()))[0] / self.fabric.world_size
+            loss_of_batch = self.criterion(x, y, index=index, progress=share, eps=eps)
+        loss = sums(self.fabric, float(loss_of_batch.detach()))[0] / self.fabric.world_size
         progress.step += 1
         progress.batch += 1
-        if not math.isfinite(loss):  # the weights stay as they were
-            if shifted:
-                shift(self.attacked, shifted[1], -1)
+        if not math.isfinite(loss):
+            self.criterion.finish()  # no gradient and no step: the weights stay as they were
             return loss
         self.optimizer.zero_grad(set_to_none=True)
-        self.fabric.backward(outcome.loss)
-        if outcome.after is not None:
-            outcome.after()
+        self.fabric.backward(loss_of_batch)
         if self.around.clip is not None:
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.around.clip)
         self.optimizer.step()
-        if shifted:
-            shift(self.attacked, shifted[1], -1)
-        self._project()
+        self.criterion.finish()
         share_buffers(self.fabric, self.net)
         if self.average is not None:
             self.average.update(self.net)
         progress.loss_sum += loss * len(y)
-        progress.correct += int((outcome.logits.argmax(dim=1) == y).sum())
+        progress.correct += int((self.criterion.outcome.logits.argmax(dim=1) == y).sum())
         progress.count += len(y)
         self.used = {"lr": lr, "eps": eps}
         if self.recorder is not None:
@@ -237,7 +225,13 @@ class Trainer:
             net.load_state_dict(self.average.values)
         with routed(net, self.around.auxiliary_norm or "clean"):
             return score(
-                net, self.validation, self.watch, self.threat, self.key.fold("validation"), self.fabric, self.compute
+                net,
+                self.validation,
+                self.settings.validation,
+                self.threat,
+                self.key.fold("validation"),
+                self.fabric,
+                self.compute,
             )
 
     def save(self) -> None:
@@ -250,7 +244,7 @@ class Trainer:
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.optimizer.state_dict(),
             "average": None if self.average is None else self.average.state(),
-            "carry": {name: gathered(self.fabric, value) for name, value in self.carry.items()},
+            "carry": {name: gathered(self.fabric, value) for name, value in self.criterion.carry.items()},
             "rng": gathered(self.fabric, torch.get_rng_state()),
             "cuda": gathered(self.fabric, torch.cuda.get_rng_state()) if on_cuda else None,
             "precision": self.fabric.strategy.precision.state_dict(),
@@ -291,16 +285,12 @@ class Trainer:
         saved_by, rank = len(state["rng"]), self.fabric.global_rank
         if saved_by != self.fabric.world_size:
             raise UserError(f"the run was saved by {saved_by} processes, and {self.fabric.world_size} would resume it")
-        self.carry = {name: value[rank].to(self.fabric.device) for name, value in state["carry"].items()}
+        carry = {name: value[rank] for name, value in state["carry"].items()}
+        self.criterion.load_state_dict({"step": self.progress.step, "seen": 0, "carry": carry})
         torch.set_rng_state(state["rng"][rank].clone())  # torch reads a view from the wrong place, and crashes
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-
-    def _project(self) -> None:
-        for module in self.net.modules():
-            if isinstance(module, Head):
-                module.project()
 
     def _recorder(self) -> Recorder | None:
         if not self.fabric.is_global_zero:
@@ -309,7 +299,7 @@ class Trainer:
 
     def _reason_to_stop(self) -> str | None:
         history = self.progress.history
-        fallen = collapse(history, self.guard) if is_adversarial(self.objective) else None
+        fallen = collapse(history, self.settings.guard) if self.objective.adversarial else None
         return fallen or stagnation(history, self.around.patience)
 
     def _diverged(self, loss: float) -> str:

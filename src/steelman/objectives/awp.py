@@ -6,11 +6,10 @@ import dataclasses
 from typing import Annotated
 
 import torch
-from lightning_fabric import Fabric
 from pydantic import Field
 from torch import Tensor, nn
 
-from steelman.objectives import Batch, Objective
+from steelman.objectives.base import Batch, Objective
 from steelman.settings import Number, settings
 
 TINY = 1e-20
@@ -32,7 +31,7 @@ class AWP:
     gamma: Annotated[Number, Field(ge=0)] = 0.005
     start: Annotated[Number, Field(ge=0, le=1)] = 0.0
 
-    def shifted(self, objective: Objective, batch: Batch, fabric: Fabric) -> Shifted | None:
+    def shifted(self, objective: Objective, batch: Batch) -> Shifted | None:
         """Move the weights to where the loss is to be taken; the batch to take it on, and the move.
 
         The first loss is taken on the bare module: its gradients are averaged over the processes here. Where it is not
@@ -40,11 +39,11 @@ class AWP:
         """
         net = batch.net
         buffers = [buffer.clone() for buffer in net.buffers()]
-        devices = [fabric.device] if fabric.device.type == "cuda" else []
+        devices = [batch.x.device] if batch.x.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # both passes drop the same units
-            outcome = objective(net, batch)
-        finite = bool(torch.isfinite(fabric.all_reduce(outcome.loss.detach(), reduce_op="sum")))  # type: ignore[arg-type]
-        step = self.direction(net, outcome.loss, fabric)
+            outcome = objective(dataclasses.replace(batch, model=net))
+        finite = bool(torch.isfinite(averaged(outcome.loss.detach())))
+        step = self.direction(net, outcome.loss)
         for buffer, before in zip(net.buffers(), buffers, strict=True):
             buffer.copy_(before)
         if not finite:
@@ -53,16 +52,23 @@ class AWP:
         torch.clear_autocast_cache()  # it holds the weights as they were
         return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
-    def direction(self, net: nn.Module, loss: Tensor, fabric: Fabric | None = None) -> dict[str, Tensor]:
-        """gamma v for each weight that takes part."""
+    def direction(self, net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+        """gamma v for each weight that takes part; every process climbs the loss of all."""
         weights = {name: weight for name, weight in net.named_parameters() if weight.requires_grad and weight.dim() > 1}
         gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         step = {}
-        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            if fabric is not None and fabric.world_size > 1:  # every process climbs the loss of all
-                gradient = fabric.all_reduce(gradient, reduce_op="mean")  # type: ignore[assignment]  # noqa: PLW2901
+        for (name, weight), gradient in zip(weights.items(), map(averaged, gradients), strict=True):
             step[name] = self.gamma * weight.detach().norm() / (gradient.norm() + TINY) * gradient
         return step
+
+
+def averaged(value: Tensor) -> Tensor:
+    """The mean over the processes that train together; the value itself where there is one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    total = value.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
 
 
 @torch.no_grad()
