@@ -4,8 +4,7 @@
     python benchmarks/methods_mnist.py --quick    # one seed, a few images: does it work?
 
 Writes docs/methods-mnist.md. What each run came to is kept in benchmarks/results/methods-mnist, and is not measured
-again while its recipe stays the same. Each run is one ordinary ``steelman.training.run.train`` with one thread; `--jobs` of them side by
-side.
+again while its recipe stays the same. Each run is one ordinary training with one thread; `--jobs` of them side by side.
 Times are CPU seconds of one thread, batch by batch in turn from all methods, so that a busy machine slows all alike.
 """
 
@@ -222,17 +221,17 @@ def page(
         "",
         f"- Network `fastat-mnist` with ReLU ({' and '.join(SMOOTH)} with softplus: they need a second derivative).",
         f"- 10,000 training images, {EPOCHS} epochs, batch 100, Adam, linf eps {EPS}.",
-        f"- Inner attacks take {STEPS} steps of {STEP}. FreeAT, FastAT, feature scatter, GAT and LLR attack as they are",
-        "  defined.",
+        f"- Inner attacks take {STEPS} steps of {STEP}. FreeAT, FastAT, feature scatter, GAT and LLR attack as they",
+        "  are defined.",
         f"- The last epoch is measured on the first {n} test images. Accuracy in %: mean and standard deviation over",
         f"  seeds {', '.join(map(str, seeds))}.",
-        "- PGD-50 has steps of 0.02. The margin attack is the same with the margin loss. The adaptive attack climbs the",
-        "  loss with the head's margin. The worst case is per image.",
-        "- The settings are those in `benchmarks/methods_mnist.py`. They are tuned for none of the methods. LLR alone has",
-        "  a radius that grows, over the first 30% of the training.",
+        "- PGD-50 has steps of 0.02. The margin attack is the same with the margin loss. The adaptive attack climbs",
+        "  the loss with the head's margin. The worst case is per image.",
+        "- The settings are those in `benchmarks/methods_mnist.py`. They are tuned for none of the methods. LLR alone",
+        "  has a radius that grows, over the first 30% of the training.",
         "",
-        "A difference counts when it is beyond two standard errors over the seeds. Everything else is called noise. With",
-        f"{len(seeds)} seeds a standard error is itself uncertain: read a difference near the limit as open.",
+        "A difference counts when it is beyond two standard errors over the seeds. Everything else is called noise.",
+        f"With {len(seeds)} seeds a standard error is itself uncertain: read a difference near the limit as open.",
         "",
         f"| method | head | {' | '.join(COLUMNS)} | time | against PGD-AT | HE against linear |",
         f"|---|---|{'---|' * len(COLUMNS)}---|---|---|",
@@ -298,12 +297,12 @@ def page(
         "CPU seconds of an epoch relative to PGD-AT with a linear head, replays included: medians over "
         f"{len(next(iter(seconds.values())))} batches, each taken in turn with the others', one thread.",
         "",
-        f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches (95%",
-        f"bootstrap interval of the median {low:+.1%} .. {high:+.1%}). With the larger `{LARGER}` and PGD-AT:",
+        f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches",
+        f"(95% bootstrap interval of the median {low:+.1%} .. {high:+.1%}). With the larger `{LARGER}` and PGD-AT:",
         f"{statistics.median(pairs[LARGER]):+.1%}.",
         "",
-        f"All runs together took {hours:.1f} hours of one thread, at commit {', '.join(commits)}. Each run's numbers are",
-        "in `benchmarks/results/methods-mnist`.",
+        f"All runs together took {hours:.1f} hours of one thread, at commit {', '.join(commits)}. Each run's numbers",
+        "are in `benchmarks/results/methods-mnist`.",
         "",
         f"Versions: {', '.join(f'{name} {value}' for name, value in found.items())}.",
         "",
@@ -312,7 +311,7 @@ def page(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, few images; prints the page only")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--work", type=Path, default=Path("runs/methods-mnist"), help="where the runs are kept")
