@@ -1,0 +1,285 @@
+"""Models from elsewhere: answers that are objects, dicts or tuples; own normalisation; a required image size."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steelman.attacks.base import Mode, untouched
+from steelman.errors import UserError
+
+Numbers = float | Sequence[float]
+Size = int | tuple[int, int]
+Place = str | int | Callable[[object], Tensor]
+
+
+class Wrapped(nn.Module):
+    """logits = place(model((resize(x) - mean) / std)), for images in [0, 1]. `wrap` makes it."""
+
+    mean: Tensor | None
+    std: Tensor | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mean: Numbers | None = None,
+        std: Numbers | None = None,
+        size: Size | None = None,
+        logits: Place | None = None,
+        answers: tuple[type, ...] = (),
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise UserError(f"wrap: expected a torch.nn.Module, got {type(model).__name__}")
+        if logits is not None and (isinstance(logits, bool) or not (isinstance(logits, str | int) or callable(logits))):
+            raise UserError(f"logits: expected a key, an index, an attribute's name or a function, got {logits!r}")
+        self.model = model
+        self.size = _pair(size)
+        self.logits = logits
+        # Only an answer of these types is read: a model that changes its kind of answer may change its place too.
+        self.answers = answers
+        centre = _values("mean", 0.0 if mean is None else mean)
+        scale = _values("std", 1.0 if std is None else std)
+        if min(scale) <= 0:
+            raise UserError(f"std: expected numbers above 0, got {scale}")
+        if len(centre) > 1 and len(scale) > 1 and len(centre) != len(scale):
+            raise UserError(f"mean and std: expected as many of each, got {len(centre)} and {len(scale)}")
+        normalised = mean is not None or std is not None
+        self.channels = max(len(centre), len(scale))
+        place = _like(model)
+        for name, values in (("mean", centre), ("std", scale)):
+            made = torch.tensor(values, device=place.device, dtype=torch.promote_types(place.dtype, torch.float32))
+            self.register_buffer(name, made.view(1, -1, 1, 1) if normalised else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = self.model(self.prepared(x))
+        if self.answers and not isinstance(answer, self.answers):
+            names = " or ".join(kind.__name__ for kind in self.answers)
+            raise UserError(
+                f"the model answered with {names} at first and with "
+                f"{type(answer).__name__} now; expected one kind of answer"
+            )
+        return _read(answer, self.logits)
+
+    def prepared(self, x: Tensor) -> Tensor:
+        """The images as the inner model takes them."""
+        if (self.size is not None or self.mean is not None) and x.ndim != 4:
+            raise UserError(f"expected images of shape (N, C, H, W), got {tuple(x.shape)}")
+        if self.size is not None and tuple(x.shape[-2:]) != self.size:
+            x = F.interpolate(x, size=self.size, mode="bilinear", antialias=True)
+        if self.mean is None or self.std is None:
+            return x
+        if self.channels not in (1, x.shape[1]):
+            raise UserError(f"mean and std: expected 1 or {x.shape[1]} values, one per channel, got {self.channels}")
+        return (x - self.mean) / self.std
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name}={value}"
+            for name, value in (
+                ("mean", None if self.mean is None else self.mean.flatten().tolist()),
+                ("std", None if self.std is None else self.std.flatten().tolist()),
+                ("size", self.size),
+                ("logits", self.logits),
+            )
+            if value is not None
+        )
+
+    if TYPE_CHECKING:  # PyTorch types the call of a module as Any
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
+    size: Size | None = None,
+    logits: Place | None = None,
+) -> Wrapped:
+    """A model that takes images in [0, 1] and gives logits, made of one that wants or gives something else.
+
+    logits = place(model((resize(x) - mean) / std))
+
+    Arguments: `mean` and `std` are one number, or one per channel; `size` is the height and width that the model needs:
+    other images are resized, bilinear with antialias, and gradients pass through; `logits` says where the logits are in
+    the model's answer: a key, an index, an attribute's name, or a function of the answer. Without it they are the
+    answer itself, its ``.logits``, its key "logits", or the first 2-D tensor of a tuple or list.
+
+    The model stays inside as ``.model``, with its own weights. With a function as `logits`, an attack on a CPU uses one
+    thread, for a copy of the model could not have a copy of the function.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.last = nn.Linear(16, 3)
+    ...     def forward(self, x):
+    ...         return {"scores": self.last(x.flatten(1))}
+    >>> wrap(Net(), mean=0.5, std=0.25, size=4, logits="scores")(torch.rand(2, 1, 8, 8)).shape
+    torch.Size([2, 3])
+    """
+    return Wrapped(model, mean=mean, std=std, size=size, logits=logits)
+
+
+class Detected(NamedTuple):
+    """A model that gives logits, and one sentence that says what was done for it: "" where nothing was."""
+
+    model: nn.Module
+    sentence: str
+
+
+def detected(model: nn.Module, x: Tensor) -> Detected:
+    """The model, wrapped if its answer to images like `x` is no tensor, or if it needs images of another size.
+
+    The first two images are put to it in eval mode and in train mode, and it is left as it was. A model that gives a
+    tensor in both comes back as it is. So does a model that takes no such images: the checks of an evaluation have the
+    better sentence for it. A required size is read from ``config.image_size``, which Hugging Face's models have.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    >>> detected(net, torch.rand(2, 1, 2, 2)).model is net
+    True
+    """
+    if not isinstance(model, nn.Module) or not isinstance(x, Tensor) or x.ndim != 4 or len(x) == 0:
+        return Detected(model, "")
+    inner = getattr(model, "_orig_mod", model)  # a compiled model would be compiled again, for two images
+    place, size = _like(inner), None
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(place.device.type, enabled=False):
+        images = x[:2].clone().to(place.device, place.dtype)
+        answer = _asked(inner, images, "eval")
+        needed = _image_size(inner)
+        if answer is None and needed is not None and needed != tuple(x.shape[-2:]):
+            images = Wrapped(inner, size=needed).prepared(images)
+            answer, size = _asked(inner, images, "eval"), needed
+        if answer is None:
+            return Detected(model, "")
+        trained = _asked(inner, images, "train")
+    said = []
+    if not isinstance(answer, Tensor):
+        said.append(f"the model answers with {type(answer).__name__}: its {_found(answer)[0]} used")
+    elif trained is not None and not isinstance(trained, Tensor):
+        with contextlib.suppress(UserError):  # an evaluation needs no answer in train mode
+            where = _found(trained)[0]
+            said.append(f"in train mode the model answers with {type(trained).__name__}: its {where} used")
+    if size is not None:
+        said.append(f"it needs images of {size[0]}x{size[1]}: those of {x.shape[-2]}x{x.shape[-1]} are resized")
+    if not said:
+        return Detected(model, "")
+    if hasattr(inner, "config"):  # a Hugging Face model, whose normalisation is in its processor, not in the model
+        said.append("pixels reach it as they are: steelman.wrap takes mean and std")
+    kinds = tuple(dict.fromkeys(type(one) for one in (answer, trained) if one is not None))
+    return Detected(Wrapped(model, size=size, answers=kinds), "; ".join(said))
+
+
+def _asked(model: nn.Module, images: Tensor, mode: Mode) -> object | None:
+    """The model's answer; None if it takes no such images."""
+    try:
+        with untouched(model, mode):
+            answer: object = model(images.clone())
+    except Exception:  # a stranger's model may raise anything, and is asked again where that is told
+        return None
+    return answer
+
+
+def _image_size(model: nn.Module) -> tuple[int, int] | None:
+    """The size of images in the configuration of a Hugging Face model, or of one inside another model."""
+    for module in model.modules():
+        size = getattr(getattr(module, "config", None), "image_size", None)
+        try:
+            found = None if size is None else _pair(size)
+        except UserError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _found(answer: object) -> tuple[str, Tensor]:
+    """Where an answer's logits are, in words with their verb; and the logits."""
+    if isinstance(answer, Tensor):
+        return "values are", _logits(answer, "the model's answer")
+    if isinstance(getattr(answer, "logits", None), Tensor):
+        return ".logits are", _logits(answer.logits, ".logits")  # type: ignore[attr-defined]
+    if isinstance(answer, Mapping) and "logits" in answer:
+        return "['logits'] are", _logits(answer["logits"], "['logits']")
+    if isinstance(answer, tuple | list):
+        for index, part in enumerate(answer):
+            if isinstance(part, Tensor) and part.ndim == 2:
+                return f"[{index}], of {part.shape[1]} classes, is", part
+    raise UserError(
+        f"the model answers with {type(answer).__name__}, and no logits are found in it; say where they are with "
+        f"wrap(model, logits=...); {_choices(answer)}"
+    )
+
+
+def _read(answer: object, place: Place | None) -> Tensor:
+    """The logits at a place of the model's answer."""
+    if place is None:
+        return _found(answer)[1]
+    if not isinstance(place, str | int):
+        return _logits(place(answer), "what the function logits gives")
+    missing = UserError(f"logits: the model's {type(answer).__name__} has no {place!r}; {_choices(answer)}")
+    if isinstance(answer, Tensor):  # an index would pick one image's logits
+        raise missing
+    if isinstance(place, str) and not (isinstance(answer, Mapping) and place in answer):
+        if not hasattr(answer, place):
+            raise missing
+        return _logits(getattr(answer, place), f".{place}")
+    try:
+        found = answer[place]  # type: ignore[index]
+    except (LookupError, TypeError):
+        raise missing from None
+    return _logits(found, f"[{place!r}]")
+
+
+def _logits(value: object, where: str) -> Tensor:
+    if isinstance(value, Tensor) and value.ndim == 2:
+        return value
+    got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    raise UserError(f"logits: expected a tensor of shape (N, classes) in {where}, got {got}")
+
+
+def _choices(answer: object) -> str:
+    """The places in an answer that hold a tensor of two dimensions."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(answer, Mapping):
+        parts = answer.items()
+    elif isinstance(answer, tuple | list):
+        parts = enumerate(answer)
+    elif not isinstance(answer, Tensor):
+        parts = getattr(answer, "__dict__", {}).items()
+    found = [repr(name) for name, part in parts if isinstance(part, Tensor) and part.ndim == 2]
+    return f"choices: {', '.join(found) or 'none, for it holds no tensor of shape (N, classes)'}"
+
+
+def _like(model: nn.Module) -> Tensor:
+    """A tensor of the device and the type that the model's images should have."""
+    return next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
+
+
+def _pair(size: object) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in pair):
+        raise UserError(f"size: expected a whole number of at least 1, or two of them (H, W), got {size!r}")
+    return pair[0], pair[1]
+
+
+def _values(name: str, given: Any) -> list[float]:
+    plain = given.tolist() if hasattr(given, "tolist") else given  # tensors and arrays
+    values = list(plain) if isinstance(plain, tuple | list) else [plain]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise UserError(f"{name}: expected a number, or one for each channel, got {given!r}")
+    if not values:
+        raise UserError(f"{name}: expected a number, or one for each channel, got none")
+    return [float(value) for value in values]
