@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from steelman.attacks import ATTACKS, Attack, Search
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
-from steelman.evaluation.evaluate import DEFAULT_ATTACKS
 from steelman.evaluation.stages import RESERVED
+from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS, build_head
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective, objections
@@ -138,15 +138,30 @@ def _attacks(value: object) -> object:
     return _each(value.items(), build) if isinstance(value, Mapping) else value
 
 
+def _suite(value: object) -> object:
+    if value is not None and value not in SUITES:
+        raise unknown("suite", value, SUITES)
+    return value
+
+
 @settings
 class EvaluationSpec:
-    """What the finished model is measured with on the test set; `samples` None means all of it."""
+    """What the finished model is measured with on the test set; `samples` None means all of it.
 
-    attacks: Annotated[dict[str, Attack], BeforeValidator(_attacks)] = Field(
-        default_factory=lambda: dict(DEFAULT_ATTACKS), min_length=1
-    )
+    `suite` gives the verdict; None leaves it out. `attacks` are run one by one besides, each on every sample, as a
+    paper's table has them.
+    """
+
+    suite: Annotated[str | None, BeforeValidator(_suite)] = "fast"
+    attacks: Annotated[dict[str, Attack], BeforeValidator(_attacks)] = Field(default_factory=dict)
     samples: Annotated[int, Field(gt=0)] | None = None
     batch_size: Annotated[int, Field(gt=0)] = 256
+
+    @model_validator(mode="after")
+    def _something(self) -> EvaluationSpec:
+        if self.suite is None and not self.attacks:
+            raise SettingsError([(("suite",), f"expected a suite or attacks; suites: {', '.join(sorted(SUITES))}")])
+        return self
 
 
 @settings

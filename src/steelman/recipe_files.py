@@ -24,12 +24,14 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
+RECIPES: dict[str, Path] = recipes()
+
+
 def find(name: str, folder: Path = Path()) -> Path:
     """Where a recipe is: a built-in one by its name, any other by a path from `folder`."""
-    known = recipes()
-    path = folder / name if name.endswith((".yaml", ".yml")) or "/" in name else known.get(name)
+    path = folder / name if name.endswith((".yaml", ".yml")) or "/" in name else RECIPES.get(name)
     if path is None:
-        raise unknown("recipe", name, known)
+        raise unknown("recipe", name, RECIPES)
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 from steelman.attacks.apgd import APGD
 from steelman.attacks.base import Attack, untouched
@@ -21,20 +22,23 @@ from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
 from steelman.attacks.zoo import ZOO
 
+FGSM = partial(PGD, steps=1, start="zero")
+MIM = partial(PGD, steps=20, start="zero", momentum=1.0)
+
 
 def _fixed(summary: str, kind: Callable[..., Search] = PGD, **fixed: object) -> Callable[..., Search]:
     """An attack with some settings given other defaults."""
-    made = partial(kind, **fixed)
-    made.summary = summary  # type: ignore[attr-defined]
-    return made
+    made: Any = kind if isinstance(kind, partial) else partial(kind, **fixed)
+    made.summary = summary
+    return cast(Callable[..., Search], made)
 
 
 ATTACKS: dict[str, Callable[..., Search]] = {
     # White box, within eps.
-    "fgsm": _fixed("One step of size eps from the clean image (Goodfellow et al., 2015).", steps=1, start="zero"),
+    "fgsm": _fixed("One step of size eps from the clean image (Goodfellow et al., 2015).", FGSM),
     "bim": _fixed("Iterated FGSM from the clean image (Kurakin et al., 2017).", steps=10, start="zero"),
     "pgd": PGD,
-    "mim": _fixed("BIM with momentum (Dong et al., 2018).", steps=20, start="zero", momentum=1.0),
+    "mim": _fixed("BIM with momentum (Dong et al., 2018).", MIM),
     "cw-linf": _fixed("PGD on the margin, the loss of C&W (Carlini and Wagner, 2017).", steps=30, loss="margin"),
     "adaptive": _fixed("PGD on the training loss, the head's margin included (Pang et al., 2020).", head_margin=True),
     "apgd": APGD,
@@ -58,4 +62,21 @@ ATTACKS: dict[str, Callable[..., Search]] = {
     "eot": EOT,
 }
 
-__all__ = ["ATTACKS", "PGD", "Attack", "Found", "Problem", "Search", "untouched"]
+__all__ = [
+    "APGD",
+    "ATTACKS",
+    "FAB",
+    "FGSM",
+    "MIM",
+    "PGD",
+    "Attack",
+    "CarliniWagner",
+    "DeepFool",
+    "Found",
+    "MultiTargeted",
+    "Problem",
+    "RayS",
+    "Search",
+    "Square",
+    "untouched",
+]

@@ -14,7 +14,6 @@ from steelman.errors import UserError
 from steelman.evaluation.result import Evaluation
 from steelman.report import Entry, html, tables
 from steelman.training import run
-from steelman.training.progress import read_history
 
 RECIPES = {"standard": "digits-standard", "PGD-AT": "digits-pgd-at", "PGD-AT + HE": "digits-pgd-at-he"}
 MARK = ".steelman-demo"
@@ -34,10 +33,10 @@ def run_demo(folder: Path, console: Console) -> dict[str, Evaluation]:
         console.print(f"\n[bold]{place} of {len(RECIPES)}: {label}[/bold]")
         source, origin = recipes.read(name)
         console.print(source["description"], style="dim", highlight=False)
-        evaluation = run.train(source, folder / name, console=console, origin=origin, show=False)
-        assert evaluation is not None  # the demo is a single process
-        found[label] = evaluation
-        entries.append(Entry(name=label, evaluation=evaluation, history=read_history(folder / name)))
+        made = run.train(source, folder / name, console=console, origin=origin, show=False)
+        assert made is not None  # the demo is a single process
+        found[label] = made.evaluation
+        entries.append(Entry(name=label, evaluation=made.evaluation, history=made.history))
     explanation = explain(found)
     console.print()
     console.print(tables.scores_table(entries))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -17,7 +18,7 @@ from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, imported, load_state, load_weights
 from steelman.settings import SettingsError, make, name_and_options, options_from_texts
 from steelman.threat import ThreatModel
-from steelman.training.run import load_model
+from steelman.training.folder import load_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,44 @@ def subject(
         )
     named = {"head": head, "options": options_from_texts(options), "weights": weights, "layout": layout}
     return Subject(target=target, model=model, described=described, data=name, where=where, named=named)
+
+
+def random_weights(target: str, options: Sequence[str], weights: Path | None, *, allowed: bool) -> bool:
+    """Whether a factory gives the model that a command names random weights. That is refused unless it is `allowed`."""
+    factory = ":" in target and "/" not in target and not Path(target).is_dir()
+    if allowed and (weights is not None or not factory):
+        other = "--weights names trained ones" if weights is not None else f"{target} is not one"
+        raise UserError(f"--random-weights: expected package.module:factory without --weights; {other}")
+    if not factory or weights is not None or not _drawn(target, options_from_texts(options)):
+        return False
+    if not allowed:
+        raise UserError(
+            f"--weights: {target} makes a model with random weights, other ones each time; expected a file of trained "
+            "weights. To measure the untrained model, add --random-weights"
+        )
+    return True
+
+
+def _drawn(target: str, options: dict[str, Any]) -> bool:
+    """Whether a factory gives other weights after other random numbers. One that reads a file gives the same ones.
+
+    A seed that the factory sets is not heeded: weights are no less random because they can be drawn again.
+    """
+
+    def unheeded(seed: Any) -> torch.Generator:  # noqa: ARG001 - its name is that of torch's own
+        return torch.default_generator
+
+    kept, made = (torch.manual_seed, torch.random.manual_seed), []
+    with torch.random.fork_rng(devices=[]):
+        try:
+            for seed in (1, 2):
+                torch.default_generator.manual_seed(seed)
+                torch.manual_seed = torch.random.manual_seed = unheeded
+                made.append(dict(imported(target, **options).named_parameters()))
+        finally:
+            torch.manual_seed, torch.random.manual_seed = kept
+    one, two = made
+    return one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one)
 
 
 def threat_from(own: dict[str, Any] | None, norm: str | None, eps: str | None) -> ThreatModel:

@@ -20,10 +20,14 @@ from steelman.models.base import check_images
 
 
 class Classifier(nn.Module):
-    """logits = head(backbone((x - mean) / std)), for images in [0, 1]."""
+    """logits = head(backbone((x - mean) / std)), for images in [0, 1].
+
+    `spec` says by which names and options it can be built again; None for one that was put together by hand.
+    """
 
     mean: Tensor
     std: Tensor
+    spec: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -85,13 +89,20 @@ def build_classifier(
     if ":" in name:
         if tuple(mean) != (0.0,) or tuple(std) != (1.0,):
             raise UserError(f"mean and std: {name} normalises its own input; expected neither, got {mean} and {std}")
-        model = imported(name, **options)
+        from steelman.models.wrap import detected  # wrap imports attacks, and they import models
+
+        model = detected(imported(name, **options), torch.full((2, *input_shape), 0.5)).model
         if head != "linear" or head_options:
             embed(model, head, **(head_options or {}))
         return model
     backbone = make("model", MODELS, name, {"input_shape": input_shape, **options})
     built = build_head(head, backbone.features, num_classes, **(head_options or {}))
-    return Classifier(backbone, built, input_shape, mean, std)
+    model = Classifier(backbone, built, input_shape, mean, std)
+    model.spec = {
+        "model": {"name": name, "options": options, "mean": tuple(mean), "std": tuple(std), "weights": None},
+        "head": {"name": head, "options": head_options or {}},
+    }
+    return model
 
 
 def imported(path: str, **options: Any) -> nn.Module:

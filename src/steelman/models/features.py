@@ -6,10 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steelman.errors import UserError
-from steelman.heads import Head, head_of
+from steelman.heads import Head, head_of, heads_of
+
+# The mean cosine of features from which a head that looks at their directions is warned of.
+PARALLEL = 0.995
 
 
 def last_layer(model: nn.Module) -> Head | nn.Linear:
@@ -63,3 +67,31 @@ def check_readable(model: nn.Module, x: Tensor) -> None:
         for module, training in modes:
             module.training = training
     check_features(last_layer(model), seen, logits, 1)
+
+
+def parallel(model: nn.Module, x: Tensor) -> str:
+    """What to say when a head looks at the directions of features that all point the same way; else nothing.
+
+    Such a head sees almost the same input for every image, and learns slowly or not at all. Softplus does this: its
+    features are all above zero.
+    """
+    head = head_of(model) if len(heads_of(model)) < 2 else None
+    if head is None or not head.normalise_features or len(x) < 2:
+        return ""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad(), features_of(model) as seen:
+            model.eval()(x)
+    finally:
+        for module, training in modes:
+            module.training = training
+    z = F.normalize(seen[0].flatten(1).double(), dim=1)
+    n = len(z)
+    cosine = float(((z @ z.T).sum() - n) / (n * (n - 1)))
+    if cosine < PARALLEL:
+        return ""
+    return (
+        f"the features of different images are almost parallel (mean cosine {cosine:.4f}), and the head looks at their "
+        "direction alone: expect slow learning, or take another activation than softplus, batch norm before the head, "
+        "or a linear head"
+    )

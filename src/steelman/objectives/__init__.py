@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steelman.objectives.alp import ALP
+from steelman.objectives.awp import AWP
 from steelman.objectives.base import Batch, Objective, Outcome, check_model, objections
+from steelman.objectives.criterion import Criterion
 from steelman.objectives.cure import CURE
 from steelman.objectives.fast_at import FastAT
 from steelman.objectives.feature_scatter import FeatureScatter
@@ -37,4 +39,27 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "hat": HAT,
 }
 
-__all__ = ["OBJECTIVES", "Batch", "Objective", "Outcome", "check_model", "objections"]
+__all__ = [
+    "ALP",
+    "AWP",
+    "CURE",
+    "GAT",
+    "HAT",
+    "LLR",
+    "MART",
+    "OBJECTIVES",
+    "PGDAT",
+    "RAT",
+    "TLA",
+    "TRADES",
+    "Batch",
+    "Criterion",
+    "FastAT",
+    "FeatureScatter",
+    "FreeAT",
+    "Objective",
+    "Outcome",
+    "Standard",
+    "check_model",
+    "objections",
+]

@@ -15,6 +15,7 @@ from steelman.attacks.base import check_range
 from steelman.errors import UserError
 from steelman.heads import Head
 from steelman.models.batchnorm import AuxiliaryNorm
+from steelman.models.features import parallel
 from steelman.objectives.awp import AWP, shift
 from steelman.objectives.base import Batch, Objective, Outcome, check_model, objections
 from steelman.rng import Key
@@ -88,6 +89,7 @@ class Criterion:
         self._last: tuple[Tensor, Tensor] | None = None
         self._differentiated = False
         self._finished = True
+        self.advise = True  # whether to warn of what will make training slow
         self._check_parts(optimizer)
 
     def __call__(
@@ -288,6 +290,8 @@ class Criterion:
                     f"{error}. Normalisation belongs into the model: steelman.wrap(model, mean=..., std=...)"
                 ) from None
             check_model(self.objective, self.net, x[:2])
+            if self.advise and (said := parallel(self.net, x[:32])):
+                warnings.warn(said, stacklevel=3)
 
 
 def bare(model: nn.Module) -> nn.Module:

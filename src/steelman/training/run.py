@@ -1,10 +1,9 @@
-"""A run from recipe to report: build what the recipe names, train, keep the model, measure it, write it up."""
+"""A run by a recipe: build what it names, train, keep the model, measure it, write it up."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 import time
@@ -17,24 +16,21 @@ import torch
 import yaml
 from lightning_fabric import Fabric
 from rich.console import Console
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from steelman import data
+from steelman.data.source import first
 from steelman.errors import UserError, resume_command
 from steelman.evaluation.checks import check_contract
-from steelman.evaluation.evaluate import evaluate, versions
-from steelman.evaluation.result import Evaluation
-from steelman.files import write_atomic
-from steelman.models.batchnorm import route, split_norms
-from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
+from steelman.evaluation.progress import showing
+from steelman.models.batchnorm import split_norms
+from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.objectives import check_model
 from steelman.recipe import Recipe, fingerprint, parse, read
-from steelman.report import Entry, html, tables
 from steelman.rng import Key
-from steelman.training import Compute, Trained, Trainer
-from steelman.training.guard import blind
-from steelman.training.progress import read_history
+from steelman.training.folder import Measured, Run, export, finish, load_model, make_folder
+from steelman.training.settings import Compute
+from steelman.training.trainer import Trainer
 
 
 def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
@@ -109,20 +105,13 @@ def _plain(value: object) -> str:
 
 
 def prepare(folder: Path, source: Mapping[str, Any]) -> None:
-    """Make the run's folder with its recipe; a folder that holds something else is never overwritten."""
+    """Make the run's folder with its recipe."""
     text = yaml.safe_dump(json.loads(json.dumps(source, default=_plain)), sort_keys=False)
     if (folder / "recipe.yaml").exists():
         done = (folder / "run.json").exists()
         hint = "choose another --out, or delete it" if done else f"go on with: {resume_command(folder)}, or delete it"
         raise UserError(f"{folder} already holds a run; {hint}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty; choose another --out")
-        write_atomic(folder / "recipe.yaml", text.encode())
-        write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
-    except OSError as error:
-        raise UserError(f"cannot write the run to {folder}: {error.strerror or error}") from None
+    make_folder(folder, "recipe.yaml", text.encode())
 
 
 def train(
@@ -133,10 +122,10 @@ def train(
     console: Console | None = None,
     origin: str = "recipe",
     show: bool = True,
-) -> Evaluation | None:
+) -> Run | None:
     """Train what a recipe's mapping says into `folder`, measure it on the test set, and write the report.
 
-    `show` prints the table and the report's path. Only the first of several processes returns the evaluation.
+    `show` prints the table and the report's path. Only the first of several processes returns the run.
     """
     console = console or Console()
     recipe = parse(source, origin)
@@ -183,65 +172,35 @@ def train(
         raise UserError(f"compute.compile: torch.compile failed ({reason}); train without it") from None
     if not fabric.is_global_zero:
         return None
-    if trained.stopped:
-        console.print(
-            f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
-        )
-    warning = blind(trained.history) if recipe.objective.adversarial else None
-    if warning:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
-    _export(recipe, folder, trained, dataset)
+    export(folder, trained, _description(recipe, dataset))
     model, _ = load_model(folder)
-    evaluation = evaluate(
-        model.to(fabric.device),
-        dataset.test,
-        None,
-        recipe.threat,
-        recipe.evaluation.attacks,
-        name=recipe.name,
-        data_name=f"{dataset.name} test",
-        samples=recipe.evaluation.samples,
+    test = first(dataset.test, recipe.evaluation.samples)
+    test.workers = recipe.compute.workers
+    measured = Measured(
+        source=test,
+        threat=recipe.threat,
+        suite=recipe.evaluation.suite,
+        attacks=recipe.evaluation.attacks,
         batch_size=recipe.evaluation.batch_size,
         seed=recipe.training.seed,
-        workers=recipe.compute.workers,
-        console=console,
     )
-    evaluation.save(folder / "evaluation")
-    record = {
-        "status": "stopped early" if trained.stopped else "finished",
-        "message": trained.stopped,
-        "kept_epoch": trained.epoch,
-        "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
-        "session_seconds": time.monotonic() - started,
-    }
-    write_report(folder, evaluation, console if show else Console(quiet=True))
-    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last: it marks a finished run
-    return evaluation
+    with showing(console):
+        return finish(
+            folder,
+            model.to(fabric.device),
+            trained,
+            measured,
+            name=recipe.name,
+            adversarial=recipe.objective.adversarial,
+            console=console,
+            started=started,
+            show=show,
+        )
 
 
-def write_report(folder: Path, evaluation: Evaluation, console: Console) -> None:
-    """Print the table, write the page, say where it is."""
-    entry = Entry(name=evaluation.model, evaluation=evaluation, history=read_history(folder))
-    console.print(tables.scores_table([entry]))
-    html.write(folder / "report.html", [entry], title=f"{evaluation.model} on {evaluation.data}")
-    console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
-
-
-def resume(folder: Path, console: Console | None = None) -> Evaluation | None:
-    """Go on with a run that was interrupted; a finished one is left alone."""
-    if not (folder / "recipe.yaml").is_file():
-        raise UserError(f"{folder} is not a run: it has no recipe.yaml")
-    if (folder / "run.json").is_file():
-        raise UserError(f"{folder} is finished; its report is {folder / 'report.html'}")
-    source, origin = read(str(folder / "recipe.yaml"))
-    return train(source, folder, resume=True, console=console, origin=origin)
-
-
-def _export(recipe: Recipe, folder: Path, trained: Trained, dataset: data.Dataset) -> None:
-    """Write the kept weights and how to rebuild their model."""
-    content = save({name: value.contiguous() for name, value in trained.state.items()})
-    record = {
-        "format": 1,
+def _description(recipe: Recipe, dataset: data.Dataset) -> dict[str, Any]:
+    """How to rebuild a recipe's model, and what it is for."""
+    return {
         "recipe": recipe.name,
         "model": {**dataclasses.asdict(recipe.model), "weights": None},
         "head": dataclasses.asdict(recipe.head),
@@ -249,48 +208,15 @@ def _export(recipe: Recipe, folder: Path, trained: Trained, dataset: data.Datase
         "classes": dataset.classes,
         "data": {"name": recipe.data.name, "options": {k: str(v) for k, v in recipe.data.options.items()}},
         "threat": dataclasses.asdict(recipe.threat),
-        "epoch": trained.epoch,
         "auxiliary_norm": recipe.around.auxiliary_norm,
-        "members": trained.members,
-        "sha256": hashlib.sha256(content).hexdigest(),
     }
-    write_atomic(folder / "model.safetensors", content)
-    write_atomic(folder / "model.json", json.dumps(record, indent=1).encode())
 
 
-def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model a run kept, in eval mode, and its description."""
-    if not (folder / "model.json").is_file():
-        unfinished = (folder / "recipe.yaml").is_file()
-        hint = f"the run is not finished; go on with: {resume_command(folder)}" if unfinished else "it is not a run"
-        raise UserError(f"no model in {folder}: {hint}")
-    path = folder / "model.safetensors"
-    content = path.read_bytes() if path.is_file() else b""
-    try:
-        record: dict[str, Any] = json.loads((folder / "model.json").read_text())
-        spec, head, checksum = record["model"], record["head"], record["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
-    if hashlib.sha256(content).hexdigest() != checksum:
-        raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
-    branch, members = record.get("auxiliary_norm"), record.get("members")
-
-    def one() -> nn.Module:
-        built = build_classifier(
-            spec["name"],
-            input_shape=tuple(record["input_shape"]),
-            num_classes=len(record["classes"]),
-            head=head["name"],
-            head_options=head["options"],
-            mean=spec["mean"],
-            std=spec["std"],
-            **spec["options"],
-        )
-        return split_norms(built) if branch else built
-
-    model = Ensemble([one() for _ in range(members)]) if members else one()
-    if branch:
-        route(model, branch)
-    state: dict[str, Tensor] = load_state(path)
-    load_weights(model, state, str(path))
-    return model.eval(), record
+def resume(folder: Path, console: Console | None = None) -> Run | None:
+    """Go on with a run that was interrupted; a finished one is left alone."""
+    if not (folder / "recipe.yaml").is_file():
+        raise UserError(f"{folder} is not a run: it has no recipe.yaml")
+    if (folder / "run.json").is_file():
+        raise UserError(f"{folder} is finished; its report is {folder / 'report.html'}")
+    source, origin = read(str(folder / "recipe.yaml"))
+    return train(source, folder, resume=True, console=console, origin=origin)

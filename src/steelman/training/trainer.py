@@ -20,6 +20,7 @@ from steelman.data.source import Source, batches, stream
 from steelman.errors import TrainingInterruptedError, UserError, resume_command
 from steelman.models.batchnorm import routed
 from steelman.models.classifier import load_weights
+from steelman.models.features import parallel
 from steelman.objectives.base import Objective
 from steelman.objectives.criterion import Criterion
 from steelman.rng import Key
@@ -91,6 +92,7 @@ class Trainer:
             net=attacked,
         )
         self.criterion.project()
+        self.criterion.advise = False  # said below, where the rest is said
         self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
 
     def fit(self, resume: bool = False) -> Trained:
@@ -99,6 +101,7 @@ class Trainer:
             self.restore()
         progress, stopped = self.progress, self._reason_to_stop()
         self.recorder = self._recorder()
+        self._advise()
         saved = time.monotonic()
         try:
             with stop_on_signals() as request:
@@ -291,6 +294,13 @@ class Trainer:
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
+
+    def _advise(self) -> None:
+        """Say, before the first step, what will make training slow."""
+        if self.progress.step == 0:
+            few = self.train.images(torch.arange(min(32, len(self.train))))
+            if said := parallel(self.net, few.to(self.fabric.device)):
+                self.console.print(f"warning: {said}", style="yellow", highlight=False, soft_wrap=True)
 
     def _recorder(self) -> Recorder | None:
         if not self.fabric.is_global_zero:

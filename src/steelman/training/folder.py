@@ -1,0 +1,310 @@
+"""A run's folder: what it holds, how it is made, and how it is read back.
+
+``recipe.yaml`` or ``fit.json`` (what was asked for), ``environment.json``, ``metrics.jsonl`` and ``tensorboard``,
+``checkpoints``, ``model.safetensors`` with ``model.json`` (the kept weights), ``verdict`` (the evidence), ``attacks``
+(the evidence of attacks that were given one by one), ``report.html``, and last ``run.json``: it marks a finished run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from steelman.attacks import Attack
+from steelman.data.source import Source
+from steelman.errors import UserError, resume_command
+from steelman.evaluation.evaluate import evaluate, versions
+from steelman.evaluation.result import Evaluation, Verdict
+from steelman.evaluation.stages import Suite
+from steelman.evidence.bundle import OWN, finished
+from steelman.files import write_atomic
+from steelman.models.batchnorm import route, split_norms
+from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
+from steelman.report import Entry, html, tables
+from steelman.threat import ThreatModel
+from steelman.training.guard import blind
+from steelman.training.progress import read_history
+from steelman.training.records import Trained
+
+ATTACKS_OF = "attacks"  # the folder with the evidence of attacks that were given one by one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: the kept model in eval mode, its epochs, and what was measured.
+
+    `path` and `report` are None for a run that was not kept in a folder. `evaluation` is that of the suite, or else of
+    the attacks that were given; `attacked` that of the given attacks, where there are both. `missing` says why there is
+    no model, where its code is not to be had.
+    """
+
+    path: Path | None
+    history: tuple[dict[str, Any], ...]
+    evaluation: Evaluation
+    attacked: Evaluation | None = None
+    kept: nn.Module | None = dataclasses.field(default=None, repr=False)
+    missing: str = ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The kept model; on the device it was trained on, or on the CPU when it was read back."""
+        if self.kept is None:
+            raise UserError(self.missing)
+        return self.kept
+
+    @property
+    def verdict(self) -> Verdict:
+        """How many samples no attack broke, and how far that may be believed."""
+        if self.evaluation.verdict is None:
+            raise UserError(f"the evaluation in {self.path} has no verdict")
+        return self.evaluation.verdict
+
+    @property
+    def report(self) -> Path | None:
+        """The page."""
+        return None if self.path is None else self.path / "report.html"
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the run to the Hugging Face Hub, as ``owner/name``; its address. See `models.hub.push`."""
+        from steelman.models.hub import push
+
+        if self.path is None:
+            raise UserError("expected a run that is kept in a folder: call fit with out=FOLDER")
+        return push(self.path, repo_id, **options)
+
+
+def load(place: Path | str, model: nn.Module | None = None) -> Run:
+    """A finished run, from its folder or from ``hf:owner/name``.
+
+    `model` is needed where the run's model is the caller's own code: a module of the same architecture, into which the
+    kept weights are put.
+    """
+    if str(place).startswith("hf:"):
+        from steelman.models.hub import pull
+
+        place = pull(str(place))
+    folder = Path(place)
+    if not (folder / "run.json").is_file():
+        begun = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
+        how = resume_command(folder) if (folder / "recipe.yaml").is_file() else "the same call of steelman.fit"
+        hint = f"the run is not finished; go on with: {how}" if begun else "it is not a run: it has no run.json"
+        raise UserError(f"no finished run in {folder}: {hint}")
+    kept, missing = None, ""
+    if model is not None:
+        kept = _filled(model, folder)
+    elif (problem := _foreign(folder)) is not None:
+        missing = problem
+    else:
+        kept, _ = load_model(folder)
+    attacked = folder / ATTACKS_OF
+    both = finished(folder / OWN) and finished(attacked)
+    return Run(
+        path=folder,
+        history=read_history(folder),
+        evaluation=Evaluation.load(folder / OWN if finished(folder / OWN) else attacked),
+        attacked=Evaluation.load(attacked) if both else None,
+        kept=kept,
+        missing=missing,
+    )
+
+
+def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model a run kept, in eval mode, and its description."""
+    record, state = read_model(folder)
+    if (problem := _foreign(folder)) is not None:
+        raise UserError(problem)
+    spec, head, branch, members = record["model"], record["head"], record.get("auxiliary_norm"), record.get("members")
+
+    def one() -> nn.Module:
+        built = build_classifier(
+            spec["name"],
+            input_shape=tuple(record["input_shape"]),
+            num_classes=len(record["classes"]),
+            head=head["name"],
+            head_options=head["options"],
+            mean=spec["mean"],
+            std=spec["std"],
+            **spec["options"],
+        )
+        return split_norms(built) if branch else built
+
+    model = Ensemble([one() for _ in range(members)]) if members else one()
+    if branch:
+        route(model, branch)
+    load_weights(model, state, str(folder / "model.safetensors"))
+    return model.eval(), record
+
+
+def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description of a run's model, and its weights."""
+    if not (folder / "model.json").is_file():
+        unfinished = (folder / "recipe.yaml").is_file()
+        hint = f"the run is not finished; go on with: {resume_command(folder)}" if unfinished else "it is not a run"
+        raise UserError(f"no model in {folder}: {hint}")
+    path = folder / "model.safetensors"
+    content = path.read_bytes() if path.is_file() else b""
+    try:
+        record: dict[str, Any] = json.loads((folder / "model.json").read_text())
+        checksum = record["sha256"]
+        _ = record["model"], record["head"], record["input_shape"], record["classes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
+    if hashlib.sha256(content).hexdigest() != checksum:
+        raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
+    return record, load_state(path)
+
+
+def _foreign(folder: Path) -> str | None:
+    """Why a run's model cannot be built from its folder; None if it can."""
+    record, _ = read_model(folder)
+    spec = record["model"]
+    if isinstance(spec, dict) and spec.get("name") is None:
+        weights = folder / "model.safetensors"
+        return (
+            f"the model of {folder} is code of its own (class {spec.get('class')}), and no code is read from a folder. "
+            f"In Python: steelman.load({str(folder)!r}, model=MyModel()). On the command line: name "
+            f"package.module:factory as the model, with --weights {weights}"
+        )
+    return None
+
+
+def _filled(model: nn.Module, folder: Path) -> nn.Module:
+    """The caller's own model with the weights of a run."""
+    from steelman.models.wrap import detected
+
+    record, state = read_model(folder)
+    if record["model"].get("wrapped") and not any(key.startswith("model.") for key in model.state_dict()):
+        model = detected(model, torch.full((2, *record["input_shape"]), 0.5)).model
+    if record.get("members"):
+        raise UserError(
+            f"the model of {folder} is an ensemble of {record['members']}; expected none of your own for it"
+        )
+    load_weights(model, state, str(folder / "model.safetensors"))
+    return model.eval()
+
+
+def make_folder(folder: Path, name: str, content: bytes) -> None:
+    """Make a run's folder with what was asked for; a folder that holds something else is never overwritten."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; choose another --out")
+        write_atomic(folder / name, content)
+        write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
+    except OSError as error:
+        raise UserError(f"cannot write the run to {folder}: {error.strerror or error}") from None
+
+
+def export(folder: Path, trained: Trained, description: Mapping[str, Any]) -> None:
+    """Write the kept weights, and how to rebuild their model."""
+    content = save({name: value.contiguous() for name, value in trained.state.items()})
+    record = {
+        "format": 1,
+        **description,
+        "epoch": trained.epoch,
+        "members": trained.members,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    write_atomic(folder / "model.safetensors", content)
+    write_atomic(folder / "model.json", json.dumps(record, indent=1).encode())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a finished model is measured with, and on what."""
+
+    source: Source
+    threat: ThreatModel
+    suite: str | Suite | None
+    attacks: Mapping[str, Attack]
+    batch_size: int
+    seed: int
+
+
+def finish(
+    folder: Path,
+    model: nn.Module,
+    trained: Trained,
+    measured: Measured,
+    *,
+    name: str,
+    adversarial: bool,
+    console: Console,
+    started: float,
+    show: bool = True,
+    keep: bool = True,
+) -> Run:
+    """Measure the kept model, write the report and mark the run as finished; without `keep` the folder is left behind
+    by nobody, and the run does not name it."""
+    if trained.stopped:
+        console.print(
+            f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
+        )
+    warning = blind(trained.history) if adversarial else None
+    if warning:
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
+    found = []
+    for place, suite in ((OWN, measured.suite), (ATTACKS_OF, dict(measured.attacks))):
+        if not suite:
+            continue
+        if finished(folder / place):  # by a process that was killed before it wrote the report
+            found.append(Evaluation.load(folder / place))
+            continue
+        found.append(
+            evaluate(
+                model,
+                measured.source,
+                None,
+                measured.threat,
+                suite,
+                name=name,
+                batch_size=measured.batch_size,
+                seed=measured.seed,
+                out=folder / place,
+            )
+        )
+    run = Run(
+        path=folder if keep else None,
+        history=trained.history,
+        evaluation=found[0],
+        attacked=found[1] if len(found) > 1 else None,
+        kept=model,
+    )
+    write_report(run, console if show else Console(quiet=True))
+    record = {
+        "status": "stopped early" if trained.stopped else "finished",
+        "message": trained.stopped,
+        "kept_epoch": trained.epoch,
+        "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
+        "session_seconds": time.monotonic() - started,
+    }
+    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last: it marks a finished run
+    return run
+
+
+def entries_of(run: Run, name: str) -> list[Entry]:
+    """A run as entries of a report: the verdict, and the attacks that were given one by one."""
+    found = [Entry(name=name, evaluation=run.evaluation, history=run.history)]
+    if run.attacked is not None:
+        found.append(Entry(name=f"{name}, attack by attack", evaluation=run.attacked))
+    return found
+
+
+def write_report(run: Run, console: Console) -> None:
+    """Print the table and the verdict, write the page, say where it is."""
+    entries = entries_of(run, run.evaluation.model)
+    console.print(tables.scores_table(entries))
+    console.print(tables.verdict_text(run.evaluation))
+    if run.report is not None:
+        html.write(run.report, entries, title=f"{run.evaluation.model} on {run.evaluation.data}")
+        console.print(f"report: {run.report}", highlight=False, soft_wrap=True)
