@@ -473,7 +473,7 @@ def cifar(work: Path, samples: int, standard: bool, quick: bool) -> Case:
 
 def trained(folder: Path, changes: list[str], samples: int, label: str, first: int = 0) -> Case:
     """The model in a folder, trained there first by the small PGD-AT recipe with some changes unless it is there."""
-    if not (folder / "evaluation" / "evaluation.json").exists():
+    if not (folder / "run.json").exists():
         run.train(recipes.read("cifar10-pgd-at-small", changes)[0], folder)
     model, _ = run.load_model(folder)
     test = datasets.load("cifar10").test

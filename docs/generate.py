@@ -1,4 +1,4 @@
-"""Write what docs/methods.md and docs/attacks.md take from the registries: ``python docs/generate.py``."""
+"""Write what the pages take from registries and settings: ``python docs/generate.py`` makes all that PAGES names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import recipe_keys
+
 import steelman
 from steelman.attacks import ATTACKS
 from steelman.attacks.engine import Search
+from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS
-from steelman.objectives import OBJECTIVES, forwards_of, objections
+from steelman.losses import LOSSES
+from steelman.models import ACTIVATIONS
+from steelman.objectives import OBJECTIVES, objections
 from steelman.schedules import SCHEDULES
 from steelman.settings import options_of, summary_of
 
@@ -48,8 +53,8 @@ def methods() -> list[str]:
         said = paragraphs(entry)
         file = inspect.getsourcefile(entry)  # type: ignore[arg-type]
         where = f"`objectives/{Path(file or '').name}`"
-        moves = ", then ".join({"clean": "x", "adversarial": "x*"}[one] for one in forwards_of(entry()))
-        moves += " (each replay)" if hasattr(entry, "replays") else ""
+        moves = ", then ".join({"clean": "x", "adversarial": "x*"}[one] for one in entry().forwards)
+        moves += " (each replay)" if entry().repeats > 1 else ""
         paper = said[-1] if len(said) > 1 else ""
         row = (f"`{name}`", cell(said[0]), cell(moves), where, composes(entry), cell(paper))
         rows.append(f"| {' | '.join(row)} |")
@@ -144,7 +149,43 @@ def attacks_part() -> list[str]:
     return ["## All attacks", "", *attacks(ATTACKS)]
 
 
-PAGES: dict[str, Callable[[], list[str]]] = {"methods.md": methods_part, "attacks.md": attacks_part}
+def recipe_part() -> list[str]:
+    """The generated part of recipe.md: a table for each block of keys, then one for each registry."""
+    blocks: dict[str, list[str]] = {}
+    for key, kind, default, does in recipe_keys.every_key():
+        block = re.split(r"[.\[]", key)[0]
+        block = block if block not in (key, "published") else "The run itself"
+        rows = blocks.setdefault(block, ["| key | type | default | what it does |", "|---|---|---|---|"])
+        rows.append(f"| `{key}` | {kind} | {default} | {cell(does)} |")
+    lines = ["## All keys"]
+    for block, rows in blocks.items():
+        lines += ["", f"### {block}", "", *rows]
+    for title, entries in recipe_keys.NAMED.values():
+        lines += ["", f"## {title}", "", *choices(title.lower().removesuffix("s"), entries)]
+    for title, entries, what in (
+        ("Suites", SUITES, "What `evaluation.suite` can be."),
+        ("Losses", {name: loss.function for name, loss in LOSSES.items()}, "What an attack's `loss` can be."),
+        ("Activations", ACTIVATIONS, "What a model's `activation` can be."),
+    ):
+        names = (f"| `{name}` | {cell(summary_of(entry))} |" for name, entry in entries.items())
+        lines += ["", f"## {title}", "", what, "", "| name | what it is |", "|---|---|", *names]
+    return lines
+
+
+def choices(kind: str, entries: dict[str, Any]) -> list[str]:
+    """One row for each name of a registry: what it is, and its options with their defaults."""
+    rows = [f"| {kind} | what it is | options and their defaults |", "|---|---|---|"]
+    for name, entry in entries.items():
+        options = ", ".join(f"`{option}`" for option in recipe_keys.options(entry))
+        rows.append(f"| `{name}` | {cell(summary_of(entry))} | {options} |")
+    return rows
+
+
+PAGES: dict[str, Callable[[], list[str]]] = {
+    "methods.md": methods_part,
+    "attacks.md": attacks_part,
+    "recipe.md": recipe_part,
+}
 
 
 def page(name: str) -> Path:

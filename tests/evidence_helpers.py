@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD
-from steelman.data.source import ArraySource
-from steelman.evaluation.evaluate import evaluate
+from steelman.data.source import ArraySource, first
+from steelman.evaluation import evaluate as evaluating
+from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
+from steelman.evaluation.suites import suite_of
 from steelman.evidence import bundle as bundles
-from steelman.evidence.bundle import seal_of
-from steelman.evidence.ledger import ROBUST, WRONG
+from steelman.evidence.bundle import GALLERY, seal_of
+from steelman.evidence.ledger import WRONG
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 
@@ -64,9 +66,20 @@ SUITE = Suite(
         Stage(name="two steps", attack=PGD(steps=2, step_size=EPS)),
         Stage(name="pgd", attack=PGD(steps=4, step_size=EPS, loss="margin")),
         Stage(name="warm square", attack=ATTACKS["square"](queries=20), share=0.5, warm=True),
-        Stage(name="escalated pgd", attack=PGD(steps=5), escalation=True),
+        Stage(name="escalated pgd", attack=PGD(steps=5), role="escalation"),
     ),
 )
+
+
+def evaluate(model: Any, x: Any, y: Any, threat: ThreatModel, suite: Any = "standard", **options: Any) -> Evaluation:
+    """``steelman.evaluate``; among the options may be fields of the suite, and of how many samples, called what."""
+    fields = ("curve", "gallery", "precision", "surrogates", "more_outputs")
+    changes = {name: options.pop(name) for name in fields if name in options}
+    if "samples" in options or "data_name" in options:
+        source = first(x if y is None else ArraySource(x, y), options.pop("samples", None))
+        source.name = options.pop("data_name", source.name)
+        x, y = source, None
+    return evaluating.evaluate(model, x, y, threat, suite_of(suite, threat, **changes), **options)
 
 
 def make(folder: Path, model: nn.Module) -> Path:
@@ -88,6 +101,7 @@ class Forged:
         self.record: dict[str, Any] = json.loads((folder / "evidence.json").read_text())
         self.samples = load_file(folder / "samples.safetensors")
         self.shards = {path.name: load_file(path) for path in sorted(folder.glob("adversarial-*"))}
+        self.gallery = load_file(folder / GALLERY) if (folder / GALLERY).exists() else {}
 
     def row(self, kind: int) -> int:
         """The first sample that is WRONG or ROBUST, or (0 and more) that this stage broke."""
@@ -96,7 +110,11 @@ class Forged:
     def write(self) -> None:
         for name in list(self.record["files"]):
             (self.folder / name).unlink(missing_ok=True)
-        parts = {"samples.safetensors": self.samples, **self.shards}
+        parts = {
+            "samples.safetensors": self.samples,
+            **self.shards,
+            **({GALLERY: self.gallery} if self.gallery else {}),
+        }
         self.record["files"] = {}
         for name, tensors in parts.items():
             content = save({key: value.contiguous() for key, value in tensors.items()})
@@ -107,7 +125,6 @@ class Forged:
     def seal(self) -> None:
         self.record["seal"] = seal_of(self.record)
         (self.folder / "evidence.json").write_bytes(json.dumps(self.record, indent=1, sort_keys=True).encode())
-        (self.folder / "evaluation.json").unlink(missing_ok=True)
 
     def drop(self, row: int) -> None:
         """Take a sample's adversarial image away."""
@@ -116,6 +133,11 @@ class Forged:
             self.shards[name] = {key: value[keep] for key, value in shard.items()}
             if not bool(keep.any()):
                 del self.shards[name]
+
+    def hide(self, row: int) -> None:
+        """Take a sample out of the gallery."""
+        keep = self.gallery["rows"] != row
+        self.gallery = {key: value[keep] for key, value in self.gallery.items()} if bool(keep.any()) else {}
 
     def add(self, row: int, image: Tensor) -> None:
         """Give a sample an adversarial image, all in one file."""
@@ -126,18 +148,14 @@ class Forged:
 
     def recount(self) -> None:
         """Make every count follow from the samples: the forger is no fool."""
-        broken_by, label, record = self.samples["broken_by"], self.samples["label"], self.record
+        broken_by, record = self.samples["broken_by"], self.record
         left = record["clean_correct"] = int((broken_by != WRONG).sum())
         for number, stage in enumerate(record["stages"]):
             stage["broken"] = int((broken_by == number).sum())
             stage["attacked"] = math.ceil(record["suite"]["stages"][number]["share"] * left)
             left -= stage["broken"]
             stage["left"] = left
-        record["robust_correct"] = record["verdict"]["correct"] = left
-        said = torch.where(broken_by == WRONG, self.samples["clean"], self.samples["guess"])
-        said = torch.where(broken_by == ROBUST, label, said)
-        record["confusion"] = torch.bincount(3 * label + said, minlength=9).view(3, 3).tolist()
-        record["right"] = torch.bincount(label[broken_by != WRONG], minlength=3).tolist()
+        record["robust_correct"] = left
         record["data_digest"] = bundles.data_digest(self.samples["digest"])
 
 

@@ -1,8 +1,9 @@
-"""The contract every attack keeps, and the linear model on which the right answer is known."""
+"""Attacks on the linear model, on which the right answer is known, and on odd ones; what a name sets."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD, Search
+from steelman.attacks.apgd import APGD
+from steelman.attacks.estimated import Estimated
+from steelman.attacks.fab import FAB
 from steelman.losses import LOSSES
-from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
 from tests.oracles import (
     DUALS,
     LinearClassifier,
     check_budget,
-    check_inside,
     check_linear,
     check_linear_in_box,
     linear_problem,
@@ -28,10 +30,7 @@ from tests.settings import ATTACK_SETTINGS, EXACT_ATTACKS, EXACT_ATTACKS_IN_BOX,
 
 NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
 EPS = {"linf": 0.1, "l2": 0.4, "l1": 1.0}
-every_attack = pytest.mark.parametrize(
-    ("name", "norm"),
-    [(name, norm) for name in sorted(ATTACKS) for norm in ATTACKS[name](**ATTACK_SETTINGS.get(name, {})).norms],
-)
+PLAIN = sorted(LOSSES.keys() - {"kl"})
 every_norm = pytest.mark.parametrize("norm", NORMS)
 
 
@@ -56,119 +55,28 @@ def samples(n: int = 8, classes: int = 4) -> tuple[Smooth, Tensor, Tensor]:
     return model, x, model(x).argmax(dim=1)
 
 
-def test_every_attack_has_small_settings() -> None:
-    assert ATTACK_SETTINGS.keys() == ATTACKS.keys() == ORACLE_ATTACKS.keys()
+def test_the_tables_name_attacks() -> None:
     assert set(EXACT_ATTACKS) <= set(ATTACKS)
     assert set(EXACT_ATTACKS_IN_BOX) <= set(ATTACKS)
 
 
-@every_attack
-class TestContract:
-    def test_radius_box_shape_and_type(self, name: str, norm: Norm) -> None:
-        check_inside(name, norm, **ATTACK_SETTINGS[name])
-
-    def test_same_key_same_answer(self, name: str, norm: Norm) -> None:
-        model, x, y = samples()
-        threat = ThreatModel(norm=norm, eps=EPS[norm])
-        before = x.clone()
-        one = small(name)(model, x, y, threat, key=Key(5))
-        torch.manual_seed(99)  # the global generator plays no part
-        assert torch.equal(small(name)(model, x, y, threat, key=Key(5)), one)
-        assert torch.equal(x, before)
-        assert not one.requires_grad
-
-    def test_batch_size_and_order_do_not_matter(self, name: str, norm: Norm) -> None:
-        model, x, y = samples()
-        threat, index = ThreatModel(norm=norm, eps=EPS[norm]), torch.tensor([30, 4, 77, 12, 9, 1, 5, 600])
-        whole = small(name)(model, x, y, threat, index=index, key=Key(2))
-        order = torch.tensor([6, 0, 3, 7, 1, 2, 5, 4])
-        shuffled = small(name)(model, x[order], y[order], threat, index=index[order], key=Key(2))
-        assert torch.equal(shuffled, whole[order])
-        for row in range(len(x)):
-            one = slice(row, row + 1)
-            alone = small(name)(model, x[one], y[one], threat, index=index[one], key=Key(2))
-            assert torch.equal(alone, whole[one])
-
-    def test_no_samples_one_sample_and_no_radius(self, name: str, norm: Norm) -> None:
-        model, x, y = samples()
-        threat = ThreatModel(norm=norm, eps=EPS[norm])
-        assert small(name)(model, x[:0], y[:0], threat).shape == x[:0].shape
-        assert small(name)(model, x[:1], y[:1], threat).shape == x[:1].shape
-        assert torch.equal(small(name)(model, x, y, threat.at(0.0)), x)
-
-    def test_two_classes(self, name: str, norm: Norm) -> None:
-        model, x, y = samples(classes=2)
-        threat = ThreatModel(norm=norm, eps=EPS[norm])
-        x_adv = small(name)(model, x, y, threat)
-        assert threat.contains(x_adv, x).all()
-        assert (model(x_adv).argmax(dim=1) != y).any()
-
-    def test_the_answer_and_what_it_cost(self, name: str, norm: Norm) -> None:
-        model, x, y = samples()
-        calls = torch.zeros(2, dtype=torch.int64)
-
-        class Counting(nn.Module):
-            def forward(self, points: Tensor) -> Tensor:
-                calls[0] += len(points)
-                if points.requires_grad:
-                    points.register_hook(lambda _: calls[1].add_(len(points)) and None)  # type: ignore[no-untyped-call]
-                return model(points)  # type: ignore[no-any-return]
-
-        threat, attack = ThreatModel(norm=norm, eps=EPS[norm]), small(name)
-        found = attack.run(Counting(), x, y, threat, key=Key(5))
-        assert int(found.forwards.sum()) == calls[0]
-        assert int(found.backwards.sum()) == calls[1]
-        assert not (attack.black_box and calls[1])
-        if not (isinstance(attack, PGD) and attack.keep == "last"):
-            assert torch.equal(found.success, model(found.x_adv).argmax(dim=1) != y)
-        assert torch.equal(attack(model, x, y, threat, key=Key(5)), found.x_adv)
-        assert (found.distance is not None) == attack.minimum_norm
-
-    def test_an_interrupted_attack_leaves_the_model_as_it_was(self, name: str, norm: Norm) -> None:
-        class Stopping(Smooth):
-            calls = 0
-
-            def forward(self, x: Tensor) -> Tensor:
-                self.calls += 1
-                if self.calls == 2:
-                    raise KeyboardInterrupt
-                return super().forward(x)
-
-        model, x = Stopping(), rand(8, 1, 3, 4, seed=3)
-        weights, pointers = [p.clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
-        state = torch.get_rng_state()
-        with pytest.raises(KeyboardInterrupt):
-            small(name)(model, x, Smooth()(x).argmax(dim=1), ThreatModel(norm=norm, eps=1e-3))
-        assert model.training
-        assert all(p.requires_grad and p.grad is None for p in model.parameters())
-        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
-        assert pointers == [p.data_ptr() for p in model.parameters()]
-        assert torch.equal(state, torch.get_rng_state())
-
-    def test_one_pixel(self, name: str, norm: Norm) -> None:
+# What every attack promises is checked in test_contract.py. These are cases of our own beside it.
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+class TestOddModels:
+    def test_one_pixel(self, name: str) -> None:
         model = LinearClassifier(torch.tensor([[1.0], [-1.0]]), torch.tensor([0.0, 0.5]))
         x, y = torch.tensor([0.3, 0.6]).reshape(2, 1, 1, 1), torch.tensor([0, 0])  # the boundary is at 0.25
-        x_adv = small(name)(model, x, y, ThreatModel(norm=norm, eps=0.1))
-        assert (model(x_adv).argmax(dim=1) != y).tolist() == [True, False]
+        for norm in small(name).norms:
+            x_adv = small(name)(model, x, y, ThreatModel(norm=norm, eps=0.1))
+            assert (model(x_adv).argmax(dim=1) != y).tolist() == [True, False], norm
 
-    def test_works_where_gradients_are_off_and_inputs_track_them(self, name: str, norm: Norm) -> None:
-        model, x, y = samples()
-        threat = ThreatModel(norm=norm, eps=EPS[norm])
-        expected = small(name)(model, x, y, threat, key=Key(1))
-        with torch.no_grad():
-            assert torch.equal(small(name)(model, x, y, threat, key=Key(1)), expected)
-            assert not torch.is_grad_enabled()
-        tracked = x.clone().requires_grad_()
-        assert torch.equal(small(name)(model, tracked, y, threat, key=Key(1)), expected)
-        assert not small(name)(model, tracked, y, threat.at(0.0)).requires_grad
-
-    def test_broken_derivatives_do_not_stop_it(self, name: str, norm: Norm) -> None:
+    def test_broken_derivatives_do_not_stop_it(self, name: str) -> None:
         class Broken(LinearClassifier):
             def forward(self, x: Tensor) -> Tensor:
                 first = x.flatten(1)[:, :1]
                 return super().forward(x) + (0 * first).sqrt()  # its derivative is 0 * infinity
 
-        problem = linear_problem(3)
+        problem, norm = linear_problem(3), small(name).norms[-1]
         model = Broken(problem.model.weight.detach(), problem.model.bias.detach())
         threat = ThreatModel(norm=norm, eps=2 * problem.distances(norm).max(), low=-100, high=100)
         x_adv = small(name)(model, problem.x, problem.y, threat)
@@ -177,8 +85,19 @@ class TestContract:
         if name != "feature":  # what looks most like a guide need not be beyond the boundary
             assert (model(x_adv).argmax(dim=1) != problem.y).all()
 
+    def test_inputs_that_track_gradients(self, name: str) -> None:
+        model, x, y = samples()
+        threat = ThreatModel(norm=small(name).norms[0], eps=EPS[small(name).norms[0]])
+        tracked = x.clone().requires_grad_()
+        assert torch.equal(small(name)(model, tracked, y, threat), small(name)(model, x, y, threat))
+        assert not small(name)(model, tracked, y, threat.at(0.0)).requires_grad
 
-@every_attack
+
+# A name with fixed settings is the class under it, and two classes make all its losses one; these differ from it.
+APART = [name for name in sorted(ATTACKS) if not isinstance(ATTACKS[name], partial)] + ["fgsm", "mim", "apgd-t", "spsa"]
+
+
+@pytest.mark.parametrize(("name", "norm"), [(name, norm) for name in APART for norm in ORACLE_ATTACKS[name][1]])
 def test_succeeds_exactly_where_it_can(name: str, norm: Norm) -> None:
     options, slack = ORACLE_ATTACKS[name]
     check_budget(ATTACKS[name](**options), norm, 2, slack=slack[norm])
@@ -187,20 +106,24 @@ def test_succeeds_exactly_where_it_can(name: str, norm: Norm) -> None:
 class TestLinearOracle:
     """Success exactly where the closed form allows it, to within 3% of the radius."""
 
-    @pytest.mark.parametrize("name", sorted(EXACT_ATTACKS))
-    @every_norm
-    @pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"kl"}))
-    @pytest.mark.parametrize("classes", [2, 3, 10])
-    def test_closed_form(self, name: str, norm: Norm, loss: str, classes: int) -> None:
-        check_linear(name, norm, loss, classes, **EXACT_ATTACKS[name])
+    @pytest.mark.parametrize("i", range(3), ids=NORMS)
+    @pytest.mark.parametrize("j", range(len(PLAIN)), ids=PLAIN)
+    def test_closed_form(self, i: int, j: int) -> None:
+        """Each loss in each norm, and with each number of classes."""
+        check_linear("pgd", NORMS[i], PLAIN[j], (2, 3, 10)[(i + j) % 3], **EXACT_ATTACKS["pgd"])
 
+    @pytest.mark.parametrize("name", ["fgsm", "mim"])
     @every_norm
-    @pytest.mark.parametrize("classes", [2, 3])
+    @pytest.mark.parametrize("loss", ["cross-entropy", "margin"])
+    def test_closed_form_in_one_step_and_with_momentum(self, name: str, norm: Norm, loss: str) -> None:
+        check_linear(name, norm, loss, 3, **EXACT_ATTACKS[name])
+
+    @pytest.mark.parametrize(("norm", "classes"), [("linf", 2), ("l2", 3), ("l1", 2)])
     def test_closed_form_for_kl(self, norm: Norm, classes: int) -> None:
         # KL grows on both sides of the clean image; restarts find the right one.
         check_linear("pgd", norm, "kl", classes, steps=8, restarts=8)
 
-    @pytest.mark.parametrize("name", sorted(EXACT_ATTACKS_IN_BOX))
+    @pytest.mark.parametrize("name", ["pgd", "mim"])
     @every_norm
     def test_solver_in_the_box(self, name: str, norm: Norm) -> None:
         check_linear_in_box(name, norm, **EXACT_ATTACKS_IN_BOX[name])
@@ -251,7 +174,7 @@ class TestLinearOracle:
                 x_adv = attack(model, one, y[row].expand(9), threat, target=targets)
                 assert bool((model(x_adv).argmax(dim=1) != y[row]).any()) is expected
 
-    @pytest.mark.parametrize("name", sorted(EXACT_ATTACKS_IN_BOX))
+    @pytest.mark.parametrize("name", ["pgd", "mim"])
     @every_norm
     # The probability margin is flat where the target's probability is near 0, and may stop at another class on the way.
     @pytest.mark.parametrize(
@@ -266,12 +189,11 @@ class TestLinearOracle:
             target = (y + shift) % 4
             assert torch.equal(model(attack(model, x, y, threat, target=target)).argmax(dim=1), target)
 
-    @pytest.mark.parametrize("name", sorted(EXACT_ATTACKS))
+    @pytest.mark.parametrize("loss", PLAIN)
     @every_norm
-    @pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"kl"}))
-    def test_a_target_of_two_is_reached_just_beyond_the_boundary(self, name: str, norm: Norm, loss: str) -> None:
+    def test_a_target_of_two_is_reached_just_beyond_the_boundary(self, norm: Norm, loss: str) -> None:
         problem = linear_problem(2)
-        attack = ATTACKS[name](**{**EXACT_ATTACKS[name], "loss": loss})
+        attack = PGD(**EXACT_ATTACKS["pgd"], loss=loss)
         threat = ThreatModel(norm=norm, eps=1.03 * problem.distances(norm).max(), low=-100, high=100)
         x_adv = attack(problem.model, problem.x, problem.y, threat, target=1 - problem.y)
         assert torch.equal(problem.model(x_adv).argmax(dim=1), 1 - problem.y)
@@ -283,10 +205,22 @@ def test_what_is_already_wrong_is_left_alone(name: str) -> None:
     assert torch.equal(small(name)(model, x, (y + 1) % 4, ThreatModel(eps=0.1)), x)
 
 
-def test_defaults_are_the_published_ones() -> None:
-    threat = ThreatModel(eps=0.1)
+def test_a_name_is_a_class_with_settings() -> None:
+    """So each class is tested once, and its names by what they set."""
     assert ATTACKS["fgsm"]() == PGD(steps=1, start="zero")
+    assert ATTACKS["bim"]() == PGD(steps=10, start="zero")
+    assert ATTACKS["pgd"]() == PGD()
     assert ATTACKS["mim"]() == PGD(steps=20, start="zero", momentum=1.0)
+    assert ATTACKS["cw-linf"]() == PGD(steps=30, loss="margin")
+    assert ATTACKS["adaptive"]() == PGD(head_margin=True)
+    assert ATTACKS["apgd-dlr"]() == APGD(loss="dlr")
+    assert ATTACKS["apgd-t"]() == APGD(loss="targeted-dlr")
+    assert ATTACKS["fab-t"]() == FAB(targets=9)
+    assert ATTACKS["spsa"]() == Estimated(noise="rademacher")
+
+
+def test_the_size_of_a_step() -> None:
+    threat = ThreatModel(eps=0.1)
     assert PGD(steps=1).eta(threat) == 0.1
     assert PGD(steps=10).eta(threat) == pytest.approx(0.025)
     assert PGD(steps=10, step_size=0.3).eta(threat) == 0.3

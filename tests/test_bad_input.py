@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,9 +18,14 @@ from torch import Tensor, nn
 
 from steelman import cli
 from steelman import recipe as recipes
+from steelman.attacks import ATTACKS
 from steelman.cli import demo
 from steelman.data import DATASETS
+from steelman.data.source import ArraySource
 from steelman.errors import UserError
+from steelman.evaluation.distance import distance
+from steelman.evaluation.evaluate import evaluate
+from steelman.threat import ThreatModel
 from steelman.training import run
 
 Fails = Callable[..., str]
@@ -28,6 +34,7 @@ TINY = (
     "objective.attack.steps=1",
     "validation.samples=20",
     "evaluation.samples=20",
+    "evaluation.suite=null",
     "evaluation.attacks={FGSM: fgsm}",
     "compute.accelerator=cpu",
 )
@@ -106,6 +113,11 @@ TRAINING: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt option": (("objective.attack.step=3",), "(did you mean 'steps'?)"),
     "negative eps": (("threat.eps=-1",), "threat.eps: input should be greater than or equal to 0, got -1"),
     "zero eps": (("threat.eps=0",), "threat.eps: expected a radius above 0"),
+    "eps in 0..255": (
+        ("threat.eps=8",),
+        "threat.eps: expected a radius of at most 1 in a range of 0 .. 1, got 8; did you",
+    ),
+    "eps beyond every image": (("threat={norm: l1, eps: 65}",), "for images of shape (1, 8, 8) in l1, got 65"),
     "no number": (("training.epochs=many",), "training.epochs: "),
     "negative rate": (("training.lr=-1",), "training.lr: expected at least 0"),
     "no override": (("epochs",), "expected key=value"),
@@ -122,7 +134,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], str]] = {
         ("model=tests.test_bad_input:other_images",),
         "the model cannot take images of shape (1, 8, 8)",
     ),
-    "a model with two answers": (("model=tests.test_bad_input:two_answers",), "expected logits of shape"),
+    "a model with two answers": (("model=tests.test_bad_input:two_answers",), "no logits are found in it"),
     "no weights": (("model={name: mlp, weights: none.safetensors}",), "no weights at none.safetensors"),
     "too large a validation set": (("validation.size=100000",), "expected a validation set of 1 .. "),
     "three means": (("model={name: mlp, mean: [0.1, 0.2, 0.3]}",), "mean: expected 1 or 1 values"),
@@ -246,7 +258,9 @@ def test_evaluating_what_is_no_run_and_no_model(fails: Fails, finished: Path, tm
     assert "--eps: expected a radius" in fails("evaluate", "mlp", "--data", "digits")
     assert "unknown dataset 'digit'" in fails("evaluate", "mlp", "--data", "digit", "--eps", "0.1")
     assert "no weights at w.pt" in fails("evaluate", "mlp", *named, "--weights", "w.pt")
-    assert "--layout" in fails("evaluate", "tests.test_bad_input:five_classes", *named, "--layout", "trades-smallcnn")
+    factory = ("evaluate", "tests.test_bad_input:five_classes", *named)
+    assert "--layout" in fails(*factory, "--random-weights", "--layout", "trades-smallcnn")
+    assert "five_classes makes a model with random weights" in fails(*factory)
 
 
 QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -256,6 +270,11 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "not yaml": (("--attack", "pgd:steps=["), "is not a YAML value"),
     "negative eps": (("--eps", "-1"), "threat model: eps: input should be greater than or equal to 0"),
     "zero eps": (("--eps", "0"), "eps: expected a radius above 0"),
+    "eps in 0..255": (
+        ("--eps", "8"),
+        "expected a radius of at most 1 in a range of 0 .. 1, got 8; did you mean 8/255?",
+    ),
+    "eps beyond every image": (("--norm", "l2", "--eps", "9"), "in l2, got 9; did you mean 9/255?"),
     "no number": (("--eps", "small"), "threat model: eps: "),
     "NaN": (("--eps", "nan"), "threat model: eps: "),
     "unknown norm": (("--norm", "l3", "--eps", "1"), "threat model: norm: "),
@@ -279,16 +298,17 @@ def test_questions_to_a_run_that_cannot_be_answered(name: str, fails: Fails, fin
 def test_an_evaluation_is_not_overwritten(fails: Fails, own: Path, tmp_path: Path) -> None:
     report = (own / "report.html").read_bytes()
     assert "already holds a report" in fails("evaluate", str(own), "--samples", "5", "--out", str(own))
-    assert "already holds a report" in fails("evaluate", str(own), "--samples", "5", "--out", str(own / "evaluation"))
+    assert "already holds a report" in fails("evaluate", str(own), "--samples", "5", "--out", str(own / "attacks"))
     assert (own / "report.html").read_bytes() == report
 
 
 def test_models_that_cannot_be_evaluated(fails: Fails, tmp_path: Path) -> None:
     named = ("--data", "digits", "--eps", "0.1", "--samples", "8")
-    here = "tests.test_bad_input"
-    assert "the model has 5 classes" in fails("evaluate", f"{here}:five_classes", *named)
-    assert "cannot take images of shape (1, 8, 8)" in fails("evaluate", f"{here}:other_images", *named)
-    assert "NaN or infinite logits" in fails("evaluate", f"{here}:not_finite", *named)
+    here, untrained = "tests.test_bad_input", "--random-weights"
+    assert "the model has 5 classes" in fails("evaluate", f"{here}:five_classes", *named, untrained)
+    assert "cannot take images of shape (1, 8, 8)" in fails("evaluate", f"{here}:other_images", *named, untrained)
+    assert "NaN or infinite logits" in fails("evaluate", f"{here}:not_finite", *named, untrained)
+    assert "the model has 5 classes" in fails("distance", f"{here}:five_classes", *named, untrained)
     assert "should give a torch.nn.Module" in fails("evaluate", f"{here}:_no_module", *named)
     save_file({"w": torch.zeros(3)}, tmp_path / "w.safetensors")
     assert "belongs to another model" in fails("evaluate", "mlp", *named, "--weights", "w.safetensors")
@@ -312,13 +332,39 @@ def test_ones_own_arrays(fails: Fails, finished: Path, tmp_path: Path) -> None:
         return str(path)
 
     ask = ("evaluate", str(finished), "--data", "arrays", "--samples", "5", "--root")
-    assert "divide by 255" in fails(*ask, save(good * 255, labels))
+    assert re.search(r"got 0.* \.\. 25\d.*; divide by 255", fails(*ask, save(good * 255, labels)))
     assert "NaN" in fails(*ask, save(np.where(good > 0.9, np.nan, good), labels))
     assert "label 37 at index 3" in fails(*ask, save(good, np.where(labels == 3, 37, labels)))
     large = rng.random((20, 1, 12, 12), dtype=np.float32)
     assert "and arrays has (1, 12, 12)" in fails(*ask, save(large, labels))
     (tmp_path / "arrays.npz").write_bytes(b"garbage")
     assert "arrays.npz" in fails(*ask, str(tmp_path / "arrays.npz"))
+
+
+def test_pixels_up_to_255_are_named_as_such() -> None:
+    """By an attack, by an evaluation of a source that does not look, and by a distance; other ranges are not."""
+
+    class Raw(ArraySource):
+        def images(self, index: Tensor, key: object = None) -> Tensor:
+            return super().images(index) * 255
+
+    net, threat = five_classes(), ThreatModel(eps=0.1)
+    x, y = torch.rand(4, 1, 8, 8), torch.arange(4)
+    said = r"expected pixels in \[0, 1\], got .*; pixels go up to 2\d\d.*: divide by 255"
+    with pytest.raises(UserError, match=said):
+        ATTACKS["pgd"](steps=1)(net, x * 255, y, threat)
+    with pytest.raises(UserError, match=said):
+        evaluate(net, Raw(x, y), None, threat, "fast")
+    with pytest.raises(UserError, match=said):
+        distance(net, Raw(x, y), None, threat, ATTACKS["fab"]())
+    with pytest.raises(UserError, match=r"got .*; divide by 255"):
+        ArraySource(x * 255, y)
+    for other in (x + 0.5, x * 1000):
+        with pytest.raises(UserError, match=r"expected pixels in \[0, 1\], got [\d.]+ \.\. [\d.]+$"):
+            ATTACKS["pgd"](steps=1)(net, other, y, threat)
+    with pytest.raises(UserError, match=r"got -[\d.]+ .*; if they were normalised, leave that to the model"):
+        ATTACKS["pgd"](steps=1)(net, (x - 0.5) / 0.25, y, threat)
+    assert ATTACKS["pgd"](steps=1)(net, x * 255, y, ThreatModel(eps=8, high=255)).max() > 2
 
 
 def test_data_that_cannot_be_had(fails: Fails, tmp_path: Path) -> None:

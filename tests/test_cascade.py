@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.multi_targeted import MultiTargeted
 from steelman.data.source import ArraySource, Source
+from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.protocols import autoattack
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
@@ -24,7 +26,7 @@ from steelman.evidence.bundle import read_bundle
 from steelman.evidence.ledger import ROBUST, WRONG, digests
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import Net, a_model
+from tests.evidence_helpers import Net, a_model, evaluate
 from tests.oracles import LinearClassifier
 
 THREAT = ThreatModel(eps=0.05)
@@ -54,7 +56,7 @@ def small(suite: Suite) -> Suite:
         return dataclasses.replace(attack, **changes)  # type: ignore[type-var]
 
     stages = [dataclasses.replace(stage, attack=less(stage.attack)) for stage in suite.stages]
-    wide = [dataclasses.replace(stage, share=0.1) if stage.sentinel else stage for stage in stages]
+    wide = [dataclasses.replace(stage, share=0.1) if stage.role == "sentinel" else stage for stage in stages]
     return Suite(name=suite.name, stages=tuple(wide))
 
 
@@ -213,7 +215,7 @@ def test_the_sentinel_depends_on_seed_and_content_alone(tmp_path: Path) -> None:
         "seed": {"seed": 5},
     }
     for name, options in cases.items():
-        spy, suite = watched(0.2, sentinel=True)
+        spy, suite = watched(0.2, role="sentinel")
         found = run(tmp_path / name, suite, **options)
         chosen[name] = set(spy.given)
     assert chosen["plain"] == chosen["batches"] == chosen["shuffled"] != chosen["seed"]
@@ -227,14 +229,45 @@ def test_the_sentinels_samples_are_the_same_for_each_of_its_attacks(tmp_path: Pa
     one, two = Recorder(), Recorder()
     strong = PGD(steps=6, restarts=2)
     stages = [
-        Stage(name="sentinel one", attack=one, share=0.5, sentinel=True),
-        Stage(name="sentinel pgd", attack=strong, share=0.5, sentinel=True),
-        Stage(name="sentinel two", attack=two, share=0.5, sentinel=True),
+        Stage(name="sentinel one", attack=one, share=0.5, role="sentinel"),
+        Stage(name="sentinel pgd", attack=strong, share=0.5, role="sentinel"),
+        Stage(name="sentinel two", attack=two, share=0.5, role="sentinel"),
     ]
     found = run(tmp_path / "out", Suite(name="watch", stages=tuple(stages)))
     fallen = {key for key, row in found.columns.items() if row[3] == 1}
     assert fallen
     assert set(two.given) == set(one.given) - fallen, "those that it broke apart"
+
+
+def test_naming_a_suite_imports_no_engine() -> None:
+    """What a suite is made of depends on nothing that runs it."""
+    loads = (
+        "import sys, steelman.evaluation.suites\n"
+        "engine = {'runner', 'pilot', 'curve', 'verdict', 'evaluate'}\n"
+        "print([name for name in engine if f'steelman.evaluation.{name}' in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=False, timeout=120)
+    assert (found.returncode, found.stdout.strip(), found.stderr) == (0, "[]", "")
+
+
+def test_the_runner_runs_stages_by_their_role(tmp_path: Path) -> None:
+    """An attack without a role, a sentinel that finds nothing, and an escalation that nobody needs."""
+    stages = [
+        dataclasses.replace(FIRST, name=role, role=role) for role in ("pilot", "attack", "sentinel", "escalation")
+    ]
+    found = run(tmp_path / "roles", Suite(name="roles", stages=tuple(stages)), threat=ThreatModel(eps=1e-6)).found
+    assert [stage.name for stage in found.stages] == ["pilot", "attack", "sentinel"]
+    assert [stage.attacked for stage in found.stages] == [32, *[found.score("clean").correct] * 2]
+
+
+def test_a_pilot_comes_first_and_in_no_protocol() -> None:
+    pilot = dataclasses.replace(FIRST, name="pilot", role="pilot")
+    with pytest.raises(UserError, match="suite late: expected one pilot at most, and as the first stage"):
+        Suite(name="late", stages=(FIRST, pilot))
+    with pytest.raises(UserError, match="suite table: a protocol has no pilot"):
+        Suite(name="table", stages=(pilot, FIRST), protocol=True)
+    with pytest.raises(UserError, match=r"unknown role of a stage 'sentinal' \(did you mean 'sentinel'"):
+        dataclasses.replace(FIRST, role="sentinal")  # type: ignore[arg-type]
 
 
 # Escalation.
@@ -246,8 +279,8 @@ def doubtful(first: Attack) -> Suite:
         name="doubtful",
         stages=(
             Stage(name="blind", attack=first),
-            Stage(name="sentinel pgd", attack=strong, share=0.2, sentinel=True),
-            Stage(name="escalated pgd", attack=strong, escalation=True),
+            Stage(name="sentinel pgd", attack=strong, share=0.2, role="sentinel"),
+            Stage(name="escalated pgd", attack=strong, role="escalation"),
         ),
     )
 
@@ -255,9 +288,9 @@ def doubtful(first: Attack) -> Suite:
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_full_is_autoattack_after_a_pilot_whose_breaks_count(norm: Any) -> None:
     pilot, *rest = full(threat := ThreatModel(norm=norm, eps=0.05)).stages
-    assert pilot.pilot
+    assert pilot.role == "pilot"
     assert tuple(rest) == autoattack(threat)
-    assert all(stage.share == 1 and not stage.sentinel and not stage.escalation for stage in rest)
+    assert all(stage.share == 1 and stage.role == "attack" for stage in rest)
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
@@ -267,10 +300,10 @@ def test_the_sentinel_and_the_escalation_are_all_of_autoattack(make: Any, norm: 
     threat = ThreatModel(norm=norm, eps=0.05)
     official = {stage.name: stage.described() for stage in autoattack(threat)}
     stages = make(threat).stages
-    doubt = {stage.name.removeprefix("escalated "): stage for stage in stages if stage.escalation}
+    doubt = {stage.name.removeprefix("escalated "): stage for stage in stages if stage.role == "escalation"}
     assert {name: stage.described() for name, stage in doubt.items()} == official
     assert all(stage.share == 1 for stage in doubt.values())
-    watch = {stage.name.removeprefix("sentinel "): stage.described() for stage in stages if stage.sentinel}
+    watch = {stage.name.removeprefix("sentinel "): stage.described() for stage in stages if stage.role == "sentinel"}
     layout = {"together", "ahead"}
     assert [*watch] == [*official]
     for name, settings in watch.items():

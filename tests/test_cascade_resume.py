@@ -20,8 +20,7 @@ from steelman import files
 from steelman.attacks import ATTACKS, PGD
 from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
-from steelman.evaluation import pilot, result, runner
-from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation import pilot, runner
 from steelman.evaluation.masking import Pilot
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
@@ -29,7 +28,7 @@ from steelman.evidence import bundle as bundles
 from steelman.evidence import ledger
 from steelman.evidence.verify import MEASURED, verify
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import EPS, Net, a_model, the_data
+from tests.evidence_helpers import EPS, Net, a_model, evaluate, the_data
 from tests.test_evidence import contents, names
 
 _context = multiprocessing.get_context("forkserver")
@@ -37,12 +36,12 @@ _context = multiprocessing.get_context("forkserver")
 SUITE = Suite(
     name="small",
     stages=(
-        Stage(name="pilot", attack=Pilot(), pilot=True),
+        Stage(name="pilot", attack=Pilot(), role="pilot"),
         Stage(name="first", attack=PGD(steps=1, start="zero", step_size=EPS)),
         Stage(name="targets", attack=PGD(steps=3, step_size=EPS, loss="margin"), share=0.8),
         Stage(name="warm square", attack=ATTACKS["square"](queries=40), share=0.5, warm=True),
-        Stage(name="sentinel pgd", attack=PGD(steps=4, restarts=2), share=0.3, sentinel=True),
-        Stage(name="escalated pgd", attack=PGD(steps=4, restarts=2), escalation=True),
+        Stage(name="sentinel pgd", attack=PGD(steps=4, restarts=2), share=0.3, role="sentinel"),
+        Stage(name="escalated pgd", attack=PGD(steps=4, restarts=2), role="escalation"),
     ),
 )
 
@@ -149,7 +148,7 @@ def test_killed_at_every_file_in_turn(
         raise Killed
 
     monkeypatch.setattr(bundles, "SHARD", 4)
-    for module in (ledger, bundles, result):
+    for module in (ledger, bundles):
         monkeypatch.setattr(module, "write_atomic", deadly)
     # Neither writes a file, and both take longer than all the rest.
     monkeypatch.setattr(pilot, "measure", no_signs)
@@ -165,7 +164,14 @@ def test_killed_at_every_file_in_turn(
             if (out / "evidence.json").exists():
                 verify(out)  # whole, or not there
     assert killed == len(torn) > 30
-    assert {"run.json", "clean-00000.safetensors", "samples.safetensors", "evidence.json", "evaluation.json"} < torn
+    assert {
+        "run.json",
+        "clean-00000.safetensors",
+        "samples.safetensors",
+        "gallery.safetensors",
+        "times.json",
+        "evidence.json",
+    } < torn
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "SHARD", 4)

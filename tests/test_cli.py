@@ -21,17 +21,19 @@ from torch import nn
 from steelman import __version__, cli
 from steelman import recipe as recipes
 from steelman.attacks import ATTACKS
+from steelman.cli import listing
 from steelman.cli.listing import Kind
-from steelman.data import DATASETS
+from steelman.data import AUGMENTATIONS, DATASETS
+from steelman.data.published import FETCHABLE
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS
 from steelman.losses import LOSSES
-from steelman.models import MODELS
+from steelman.models import ACTIVATIONS, MODELS
 from steelman.objectives import OBJECTIVES
 from steelman.recipe_files import recipes as built_in
 from steelman.schedules import SCHEDULES
-from steelman.training import run
+from steelman.training import OPTIMIZERS, run
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = (
@@ -39,6 +41,7 @@ TINY = (
     "objective.attack.steps=1",
     "validation.samples=20",
     "evaluation.samples=20",
+    "evaluation.suite=null",
     "evaluation.attacks={FGSM: fgsm}",
     "compute.accelerator=cpu",
 )
@@ -48,6 +51,15 @@ def my_model(hidden: int = 8) -> nn.Module:
     """As factories make models: in train mode, where dropout makes their answers random."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Dropout(), nn.Linear(hidden, 10))
+
+
+def my_trained_model() -> nn.Module:
+    """As factories make models that read their weights: the random numbers drawn before are not seen."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    return net
 
 
 @pytest.fixture
@@ -81,12 +93,14 @@ COMMANDS = [
     ("train",),
     ("resume",),
     ("evaluate",),
+    ("distance",),
     ("verify",),
     ("compare",),
     ("gate",),
     ("transfer",),
     ("list",),
     ("demo",),
+    ("doctor",),
     ("data",),
     ("data", "list"),
     ("data", "get"),
@@ -111,7 +125,19 @@ def test_help_shows_every_command_and_what_to_do_first(command: Command) -> None
     code, out, _ = command("--help")
     assert code == 0
     assert "steelman demo" in out
-    for name in ("train", "resume", "evaluate", "verify", "compare", "gate", "list", "data", "demo"):
+    for name in (
+        "train",
+        "resume",
+        "evaluate",
+        "distance",
+        "verify",
+        "compare",
+        "gate",
+        "list",
+        "data",
+        "demo",
+        "doctor",
+    ):
         assert re.search(rf"\b{name}\b", out), name
 
 
@@ -121,7 +147,7 @@ def test_no_command_at_all_shows_help(command: Command) -> None:
     assert "Usage" in out + err
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "list"])
+@pytest.mark.parametrize("name", ["train", "evaluate", "distance", "list"])
 def test_the_example_in_the_help_is_right(name: str, command: Command, finished: Path) -> None:
     """The words of the example, made small, do what the help says."""
     _, out, _ = command(name, "--help")
@@ -138,6 +164,11 @@ def test_the_example_in_the_help_is_right(name: str, command: Command, finished:
         words[1] = str(finished)
         words += ["--samples", "10", "--out", "out"]
         expected = Path("out/report.html")
+    if name == "distance":
+        assert words[1] == "runs/mine"
+        words[1] = str(finished)
+        words += ["--samples", "3", "--out", "out"]
+        expected = Path("out/distances.json")
     code, _, err = command(*words)
     assert code == 0, err
     assert expected.exists()
@@ -154,8 +185,11 @@ LISTS: dict[str, Any] = {
     "models": MODELS,
     "heads": HEADS,
     "datasets": DATASETS,
+    "augmentations": AUGMENTATIONS,
+    "optimizers": OPTIMIZERS,
     "schedules": SCHEDULES,
     "losses": LOSSES,
+    "activations": ACTIVATIONS,
     "recipes": built_in(),
 }
 
@@ -177,6 +211,10 @@ def test_lists_hold_every_entry_with_a_sentence(kind: str, command: Command) -> 
 def test_lists_show_options_with_their_defaults(command: Command) -> None:
     _, out, _ = command("list", "attacks")
     assert "steps=20" in out
+    _, out, _ = command("list", "optimizers")
+    assert "momentum=0.9" in out
+    _, out, _ = command("list", "augmentations")
+    assert "pad=4" in out
     _, out, _ = command("list", "heads")
     assert "scale=15.0" in out
     assert "num_classes" not in out
@@ -236,7 +274,7 @@ def test_train_then_evaluate_then_resume(command: Command, tmp_path: Path) -> No
     assert re.search(r"epoch +1 +loss \d\.\d+ +train \d+\.\d% +validation clean \d+\.\d% +robust \d+\.\d%", out)
     assert "worst case" in out
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
-    assert Evaluation.load(folder / "evaluation").seed == 3
+    assert Evaluation.load(folder / "attacks").seed == 3
     report = (folder / "report.html").read_bytes()
 
     code, out, err = command("evaluate", str(folder), "--samples", "30", "--attack", "pgd:steps=3,loss=margin")
@@ -279,7 +317,7 @@ def test_evaluate_a_model_from_an_import_path_with_and_without_weights(command: 
             "evaluate", "tests.test_cli:my_model", *common, "--weights", weights, "--out", f"with{place}"
         )
         assert code == 0, err
-    assert command("evaluate", "tests.test_cli:my_model", *common, "--out", "without")[0] == 0
+    assert command("evaluate", "tests.test_cli:my_model", *common, "--random-weights", "--out", "without")[0] == 0
     labels = DATASETS["digits"]().test.labels[:50]
     for folder in ("with0", "with1"):  # a bias of 100 for class 0: right for zeros, and unshakeable
         found = Evaluation.load(tmp_path / folder)
@@ -340,3 +378,168 @@ def test_the_installed_script(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
     assert "report: here/run/report.html" in found.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here"], "nothing is written elsewhere"
+
+
+FACTORY = (
+    "evaluate",
+    "tests.test_cli:my_model",
+    "--data",
+    "digits",
+    "--eps",
+    "0.1",
+    "--attack",
+    "fgsm",
+    "--samples",
+    "9",
+)
+
+
+def test_random_weights_are_measured_only_on_request(command: Command, tmp_path: Path) -> None:
+    """Also where a factory sets a seed, which makes the numbers no less random."""
+    before = torch.random.get_rng_state()
+    code, out, err = command(*FACTORY)
+    assert code == 2
+    assert "tests.test_cli:my_model makes a model with random weights" in err
+    assert "--random-weights" in err
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(7)  # the seed is heeded again
+    assert torch.random.initial_seed() == 7
+    code, out, err = command(*FACTORY, "--random-weights")
+    assert (code, err) == (0, "")
+    assert "The weights are random: these are the numbers of an untrained model." in out
+
+
+def test_a_factory_that_reads_its_weights_needs_no_flag(command: Command, finished: Path, tmp_path: Path) -> None:
+    code, out, err = command("evaluate", "tests.test_cli:my_trained_model", *FACTORY[2:])
+    assert (code, err) == (0, "")
+    assert "random" not in out.split("report:")[0].split("evidence:")[0]
+    assert "The weights are random" not in out
+    for more, words in (
+        (("tests.test_cli:my_model", "--weights", "w.pt"), "--weights names trained ones"),
+        ((str(finished),), "is not one"),
+        (("mlp",), "mlp is not one"),
+    ):
+        code, _, err = command("evaluate", *more, "--random-weights", "--data", "digits", "--eps", "0.1")
+        assert code == 2
+        assert "--random-weights: expected package.module:factory without --weights; " in err
+        assert words in err
+
+
+def test_a_radius_above_the_range_is_refused_with_a_hint(command: Command, finished: Path) -> None:
+    hint = "expected a radius of at most 1 in a range of 0 .. 1, got 8; did you mean 8/255?"
+    code, _, err = command("evaluate", str(finished), "--eps", "8")
+    assert (code, err) == (2, f"error: threat model: eps: {hint}\n")
+    code, _, err = command("train", "digits-pgd-at", "threat.eps=8", *TINY)
+    assert code == 2
+    assert f"threat.eps: {hint}" in err
+    code, _, err = command("evaluate", str(finished), "--norm", "l2", "--eps", "20", "--attack", "fgsm")
+    assert code == 2
+    assert "eps: expected a radius of at most 8 in a range of 0 .. 1 for images of shape (1, 8, 8) in l2, got 20" in err
+    assert "did you mean 20/255?" in err
+    code, _, err = command("train", "digits-pgd-at", "threat={norm: l2, eps: 20}", *TINY)
+    assert code == 2
+    assert "did you mean 20/255?" in err
+
+
+def test_a_schedule_that_would_go_beyond_its_cap_may_train(command: Command) -> None:
+    schedule = "training.eps={name: cosine, start: 0, end: 0.225, cap: 0.15}"
+    assert command("train", "digits-pgd-at", schedule, *TINY)[0] == 0
+    for name in (name for name in built_in() if name.startswith("pas-")):
+        recipes.parse(recipes.read(name)[0])
+
+
+def test_distance(command: Command, finished: Path, tmp_path: Path) -> None:
+    ask = ("distance", str(finished), "--attack", "rays:queries=200", "--samples", "20", "--out", "d")
+    code, out, err = command(*ask)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "d" / "distances.json").read_text())
+    assert re.search(rf"mean \(ADBD\) +{record['mean']:.5g} +\[{record['mean_interval'][0]:.5g}, ", out)
+    assert re.search(rf"median +{record['median']:.5g} ", out)
+    assert re.search(rf"farther than eps = 0.15 +{5 * record['above_eps']:.1f}% ", out)
+    assert record["total"] == len(record["values"]) == 20
+    assert record["values"].count(0.0) == record["wrong"]
+    assert record["eps"] == 0.15
+    code, _, err = command(*ask)
+    assert code == 2
+    assert "d already holds distances" in err
+    for attack in ("deepfool:steps=10", "fab:steps=5"):
+        assert command("distance", str(finished), "--attack", attack, "--samples", "10")[0] == 0
+    two = ("--norm", "l2", "--eps", "0.5", "--attack", "cw:steps=10,search_steps=2", "--samples", "5")
+    assert command("distance", str(finished), *two)[0] == 0
+    code, _, err = command("distance", str(finished), "--attack", "pgd")
+    assert code == 2
+    assert "expected one that looks for the nearest point, got PGD; choices: deepfool, fab, fab-t, cw, rays" in err
+    code, _, err = command("distance", "tests.test_cli:my_model", *FACTORY[2:6], "--attack", "fab:steps=3")
+    assert code == 2
+    assert "random weights" in err
+
+
+def completions(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str) -> list[str]:
+    """What bash is told to complete the last of `words` to."""
+    monkeypatch.setenv("_STEELMAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    with pytest.raises(SystemExit):
+        cli.app(prog_name="steelman")
+    return capfd.readouterr().out.split()
+
+
+def test_names_complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits-mine.yaml").write_text("")
+    (tmp_path / "digits.txt").write_text("")
+    recipe_names = completions(monkeypatch, capfd, "steelman train digits-")
+    assert recipe_names == ["digits-pgd-at", "digits-pgd-at-he", "digits-standard", "digits-mine.yaml"]
+    assert set(completions(monkeypatch, capfd, "steelman train ")) >= built_in().keys()
+    assert completions(monkeypatch, capfd, "steelman list op") == ["optimizers"]
+    assert set(completions(monkeypatch, capfd, "steelman list ")) == {kind.value for kind in Kind}
+    assert set(completions(monkeypatch, capfd, "steelman data get ")) == FETCHABLE.keys()
+    assert completions(monkeypatch, capfd, "steelman data get fa") == ["fashion-mnist"]
+    assert set(completions(monkeypatch, capfd, "steelman evaluate runs/mine --suite ")) == SUITES.keys()
+    assert completions(monkeypatch, capfd, "steelman evaluate runs/mine --suite he-b") == ["he-blackbox"]
+
+
+def test_completion_can_be_installed_and_knows_the_registries(command: Command) -> None:
+    _, out, _ = command("--help")
+    assert "--install-completion" in out
+    assert "--show-completion" in out
+    assert sorted(FETCHABLE) == list(listing.FETCHABLE)
+    assert sorted(SUITES) == list(listing.SUITES)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("evaluate", "--help"), ("--version",)])
+def test_help_imports_no_torch(words: tuple[str, ...]) -> None:
+    """It takes a second and more, and help needs none of it; nor does a completion."""
+    check = (
+        "import sys; from steelman.cli import main\n"
+        f"sys.argv = ['steelman', *{words!r}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'lightning_fabric'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+def test_completion_imports_no_torch(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("steelman")
+    for words in ("steelman train d", "steelman evaluate x --suite f", "steelman data get m", "steelman list a"):
+        environment = {
+            **os.environ,
+            "_STEELMAN_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+            "PYTHONPROFILEIMPORTTIME": "1",
+        }
+        found = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert found.stdout.strip(), words
+        assert not re.search(r"\| +torch$", found.stderr, re.MULTILINE), words
+
+
+def test_doctor(command: Command) -> None:
+    code, out, err = command("doctor")
+    assert (code, err) == (0, "")
+    for words in (__version__, "GFLOP/s", "images a second", "tensorboard", "steelman data get mnist"):
+        assert words in out

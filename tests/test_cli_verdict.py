@@ -121,7 +121,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
-        if path.name.startswith(("evidence", "samples", "adversarial"))
+        if path.name.startswith(("evidence", "samples", "adversarial", "gallery"))
     }
 
 
@@ -135,7 +135,6 @@ def changed(folder: Path, key: str, value: object) -> None:
     part[last] = value
     record["seal"] = seal_of(record)
     (folder / "evidence.json").write_text(json.dumps(record, indent=1, sort_keys=True))
-    (folder / "evaluation.json").unlink(missing_ok=True)
 
 
 def withstand(net: nn.Module, eps: float) -> tuple[int, int]:
@@ -333,6 +332,22 @@ def test_a_time_that_runs_out(command: Command, tmp_path: Path) -> None:
     assert "the evaluation is not complete" in err
 
 
+def twelve_outputs() -> nn.Module:
+    """Two classes more than there are digits."""
+    net = nearest_mean()
+    return nn.Sequential(net, nn.ConstantPad1d((0, 2), -1e3))
+
+
+def test_a_model_of_more_outputs_than_classes(command: Command, tmp_path: Path) -> None:
+    words = ("evaluate", f"{HERE}:twelve_outputs", *COMMON, *SUITE, "--out", "o")
+    code, _, err = command(*words)
+    assert code == 2
+    assert "the model has 12 outputs, and the data have 10 classes (0, 1, 2, 3, ...)" in err
+    code, _, err = command(*words, "--more-outputs")
+    assert (code, err) == (0, "")
+    assert len(Evaluation.load(tmp_path / "o").classes) == 12
+
+
 EVALUATING: dict[str, tuple[tuple[str, ...], str]] = {
     "a suite and attacks": (("--suite", "fast", "--attack", "fgsm"), "--suite and --attack: expected one of them"),
     "a misspelt suite": (("--suite", "standart"), "unknown suite 'standart' (did you mean 'standard'?)"),
@@ -398,7 +413,7 @@ def cut(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an image": (repaint, "outside the threat model"),
     "a count": (lambda f: changed(f, "robust_correct", 40), "robust_correct is 40, and the samples say"),
-    "the verdict": (lambda f: changed(f, "verdict.correct", 40), "the verdict's counts are not those of the samples"),
+    "the verdict": (lambda f: changed(f, "verdict.correct", 40), "verdict.correct: extra inputs are not permitted"),
     "the weights": (lambda f: changed(f, "weights", "0" * 64), "the model's weights are not those"),
     "a text": (lambda f: (f / "evidence.json").write_text("{"), "evidence.json is damaged"),
     "the samples": (cut, "samples.safetensors was changed"),
@@ -428,15 +443,74 @@ def test_verify_with_a_file_of_weights(command: Command, bundle: Path, tmp_path:
     assert command(*words)[0] == 0
 
 
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its own verdict."""
+    from rich.console import Console
+
+    from steelman import recipe as recipes
+    from steelman.training import run
+
+    tiny_run = ("training.epochs=1", "validation.samples=20", "evaluation.samples=30", "objective=standard")
+    how = ("evaluation.suite=fast", "compute.accelerator=cpu", "model=tests.test_transfer:digits")
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    source, origin = recipes.read("digits-pgd-at", (*tiny_run, *how))
+    run.train(source, folder, console=Console(quiet=True), origin=origin, show=False)
+    return folder
+
+
+def test_a_runs_folder_stands_for_its_own_verdict(
+    command: Command, a_run: Path, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, out, err = command("verify", str(a_run))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"accepted: {a_run}/verdict, seal ")
+    assert re.search(r"  checked: .*the model answers each image as claimed", out)
+    assert "give --" not in out
+    assert Evaluation.load(a_run).total == 30
+    code, _, err = command("gate", str(a_run), "--min-robust", "0.99")
+    assert code == 1
+    assert err.startswith("failed: robust accuracy")
+    shutil.copytree(a_run, tmp_path / "other")
+    code, out, err = command("compare", f"a={a_run}", "b=other", "--out", "page.html")
+    assert (code, err) == (0, "")
+    assert "a and b have the same weights" in out
+    # Where its data cannot be had, what could not be checked is said, with the reason.
+    described = json.loads((tmp_path / "other" / "model.json").read_text())
+    described["data"] = {"name": "mnist", "options": {"root": str(tmp_path / "nothing")}}
+    (tmp_path / "other" / "model.json").write_text(json.dumps(described))
+    code, out, err = command("verify", "other")
+    assert (code, err) == (0, "")
+    assert re.search(r"not checked: that the weights are .*: mnist is not on this machine", out)
+    assert command("verify", "other", "--data", "mnist")[0] == 2, "what is asked for and cannot be had is a mistake"
+    assert command("verify", "other", "--data", "digits")[0] == 0
+    # Another model's verdict in its place is rejected by its own weights.
+    shutil.rmtree(tmp_path / "other" / "verdict")
+    shutil.copytree(made / "nearest_mean", tmp_path / "other" / "verdict")
+    code, _, err = command("verify", "other", "--data", "digits")
+    assert code == 1
+    assert "the model's weights are not those that were evaluated" in err
+
+
+def test_a_runs_folder_without_a_verdict_names_its_evaluations(fails: Fails, made: Path, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "evaluations" / "linf-0.05"
+    place.parent.mkdir(parents=True)
+    shutil.copytree(made / "nearest_mean", place)
+    for words in (("verify", "run"), ("gate", "run", "--min-robust", "0"), ("compare", "run", str(place))):
+        assert "it has these evaluations, name one: run/evaluations/linf-0.05" in fails(*words)
+
+
 def test_mistakes_at_verify(fails: Fails, bundle: Path, tmp_path: Path) -> None:
-    assert "no evidence in nowhere: evidence.json is missing" in fails("verify", "nowhere")
+    assert "no evidence in nowhere: evidence.json is missing there and in its folder 'verdict'" in fails(
+        "verify", "nowhere"
+    )
     assert "expected --model with them" in fails("verify", "bundle", "--weights", "w.safetensors")
     assert "--root: expected --data with it" in fails("verify", "bundle", "--root", "here")
     assert "--data: expected a dataset" in fails("verify", "bundle", "--model", f"{HERE}:nearest_mean")
     assert "unknown dataset 'digit'" in fails("verify", "bundle", "--data", "digit")
     assert "no run at runs/none" in fails("verify", "bundle", "--model", "runs/none")
     (bundle / "evidence.json").write_text('{"format": 99}')
-    assert "expected evidence of format 1, got 99" in fails("verify", "bundle")
+    assert "expected evidence of format 2, got 99" in fails("verify", "bundle")
 
 
 # compare
@@ -461,7 +535,7 @@ def test_compare_prints_a_table_and_a_page(command: Command, made: Path, tmp_pat
     assert float(cells[4]) == pytest.approx(p, rel=0.01)
     assert "corrected p" not in out
     page = (tmp_path / "page.html").read_text()
-    assert f"of {SAMPLES} samples in common, means alone withstands {first}" in page
+    assert f"of {SAMPLES} samples in common, {first} are robust for means alone" in page
     assert "report: page.html" in out
     # More than two, a folder, and a default place that is never taken twice.
     shutil.copytree(one, tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Comparing verdicts, on linear models for which it is known which samples withstand; and the tests' own figures."""
+"""Comparing verdicts, on linear models for which it is known which samples are robust; and the tests' own figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.result import interval
 from steelman.evaluation.stages import Stage, Suite
-from steelman.evidence.bundle import DamagedError
-from steelman.evidence.compare import compare, holm, mcnemar
+from steelman.evidence.bundle import DamagedError, seal_of
+from steelman.evidence.compare import attacked_unlike, compare, holm, mcnemar
 from steelman.threat import ThreatModel
+from tests.evidence_helpers import evaluate
 from tests.oracles import LinearClassifier
 
 EPS, N = 0.05, 60
@@ -48,7 +48,7 @@ def withstands(angle: float, x: Tensor, y: Tensor, eps: float = EPS) -> Tensor:
 
 def measured(folder: Path, angle: float, x: Tensor, y: Tensor, eps: float = EPS, **options: object) -> Path:
     given = {"curve": False, "name": f"at {angle}", **options}
-    evaluate(model(angle), x, y, ThreatModel(eps=eps), ATTACK, out=folder, **given)  # type: ignore[arg-type]
+    evaluate(model(angle), x, y, ThreatModel(eps=eps), ATTACK, out=folder, **given)
     return folder
 
 
@@ -90,13 +90,11 @@ def test_two_models_whose_answer_is_known(tmp_path: Path) -> None:
     for one, held in zip(found.models, (first, second)):
         assert (one.robust.correct, one.robust.total) == (int(held.sum()), N)
         assert one.robust.interval == interval(int(held.sum()), N)
-        assert (one.trust, one.standing) == ("sound", "upper bound"), "no suite of its own"
+        assert (one.trust, one.word) == ("sound", "upper bound"), "no suite of its own"
     assert found.models[0].clean.correct == N
     assert pair.p < 0.05, "or the sentence is not tested"
     assert dataclasses.replace(pair, but="").text.startswith(f"m0.0 is more robust than m0.9: of {N} samples in common")
-    assert pair.text.startswith(
-        "more samples of m0.0 than of m0.9 were left standing, but only given attacks were tried"
-    )
+    assert pair.text.startswith("more samples of m0.0 than of m0.9 are robust, but only given attacks were tried")
     assert found.notes == ()
     # The other way round it is the other way round.
     (turned,) = compare(dict(reversed(folders.items()))).pairs
@@ -111,7 +109,7 @@ def test_of_two_sound_verdicts_something_follows(tmp_path: Path) -> None:
     for angle, folder in zip((0.0, 0.9), folders.values()):
         evaluate(model(angle), x, y, ThreatModel(eps=EPS), suite, out=folder, curve=False)
     found = compare(folders)
-    assert [one.standing for one in found.models] == ["sound", "sound"]
+    assert [one.word for one in found.models] == ["sound", "sound"]
     assert found.pairs[0].text.startswith(f"m0.0 is more robust than m0.9: of {N} samples in common")
 
 
@@ -162,7 +160,7 @@ def test_several_models_are_corrected_and_noted(tmp_path: Path) -> None:
     assert "a and c have the same weights" in found.notes
     evaluate(model(0.0), x, y, ThreatModel(eps=EPS), {"PGD": PGD(steps=3)}, out=tmp_path / "d", curve=False)
     (note,) = compare({"b": folders["b"], "d": tmp_path / "d"}).notes
-    assert note.startswith("not attacked alike")
+    assert note == "b and d were not attacked alike (stages FGSM and PGD): weaker attacks leave more samples robust"
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
@@ -195,7 +193,7 @@ def test_nothing_is_concluded_where_something_stands_in_the_way(tmp_path: Path) 
     assert pair.but.startswith("only given attacks were tried")
     for reason in ("they have the same weights", "they were not attacked alike", "the verdict on strong is suspect"):
         text = dataclasses.replace(pair, but=reason).text
-        assert text.startswith("more samples of weak than of strong were left standing, but " + reason)
+        assert text.startswith("more samples of weak than of strong are robust, but " + reason)
         assert "more robust" not in text
     idle = tmp_path / "idle"
     nothing = {"FGSM": PGD(steps=1, start="zero", step_size=1e-9)}
@@ -204,4 +202,32 @@ def test_nothing_is_concluded_where_something_stands_in_the_way(tmp_path: Path) 
     assert same.corrected < 0.05
     assert same.but == "they have the same weights"
     (unlike,) = compare({"idle": idle, "weak": weak}).pairs
-    assert unlike.but == "they were not attacked alike"
+    assert unlike.but == "they were not attacked alike (FGSM: step_size 1e-09 and None)"
+    (note,) = compare({"idle": idle, "weak": weak}).notes
+    assert note.startswith("idle and weak were not attacked alike (FGSM: step_size 1e-09 and None)")
+
+
+def test_seeds_do_not_matter_and_versions_and_names_of_data_are_told(tmp_path: Path) -> None:
+    x, y = data()
+    a = measured(tmp_path / "a", 0.0, x, y)
+    b = measured(tmp_path / "b", 0.9, x, y, seed=3, data_name="the same images")
+    forged = json.loads((b / "evidence.json").read_text())
+    forged["versions"]["torch"] = "1.0"
+    forged["seal"] = seal_of(forged)
+    (b / "evidence.json").write_text(json.dumps(forged, indent=1))
+    found = compare({"a": a, "b": b})
+    assert found.pairs[0].but.startswith("only given attacks were tried"), "no other reason"
+    (note,) = found.notes
+    assert note == (
+        f"a and b were not measured alike (data data and the same images; torch {torch.__version__} and 1.0)"
+    )
+
+
+def test_another_precision_of_a_stage_is_told() -> None:
+    def suite(name: str, precision: str) -> dict[str, object]:
+        stage = {"name": "coarse", "attack": {"attack": "PGD", "steps": 3}, "precision": precision}
+        return {"suite": {"name": name, "protocol": False, "stages": [stage]}}
+
+    assert attacked_unlike(suite("fast", "full"), suite("fast", "full")) == []
+    assert attacked_unlike(suite("fast", "full"), suite("fast", "bfloat16")) == ["coarse: precision full and bfloat16"]
+    assert attacked_unlike(suite("fast", "full"), suite("full", "full")) == ["suite fast and full"]

@@ -14,6 +14,7 @@ from steelman.attacks.eot import EOT
 from steelman.compat import LABELS, NORMS, AutoAttack
 from steelman.errors import UserError
 from steelman.evaluation.protocols import autoattack
+from steelman.evidence.bundle import device_of
 from steelman.threat import ThreatModel
 from tests.oracles import LinearProblem, linear_problem
 
@@ -261,6 +262,27 @@ def test_functions_are_models_too() -> None:
     assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
     with pytest.raises(UserError, match="expected a module or a function"):
         custom("resnet", eps, "apgd-ce").clean_accuracy(x, problem.y)
+
+
+def test_a_model_without_tensors_is_attacked_where_it_is_told_and_left_alone() -> None:
+    places = set[str]()
+
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            places.add(x.device.type)
+            return x.flatten(1)[:, :3]
+
+    x = torch.rand(4, 1, 2, 2)
+    for model in (Bare().eval(), Bare().eval().forward):
+        adversary = AutoAttack(
+            model, eps=0.1, device="cpu", version="custom", attacks_to_run=["apgd-ce"], verbose=False
+        )
+        adversary.run_standard_evaluation(x, x.flatten(1)[:, :3].argmax(dim=1))
+        assert not isinstance(model, nn.Module) or not list(model.buffers())
+        held, place = AutoAttack(model, device="meta")._model(x)
+        assert place.type == "meta" == device_of(held).type
+        assert held.state_dict() == {}
+    assert places == {"cpu"}
 
 
 def test_with_nothing_right_the_images_come_back() -> None:

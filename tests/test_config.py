@@ -13,7 +13,6 @@ from steelman.attacks import PGD
 from steelman.cli.subjects import attack_from_text
 from steelman.data import CropFlip
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import DEFAULT_ATTACKS
 from steelman.objectives.pgd_at import PGDAT
 from steelman.recipe import EvaluationSpec, Recipe, check_root, fingerprint, parse, read
 from steelman.recipe_files import recipes
@@ -78,7 +77,7 @@ def test_names_stand_for_objects_with_their_defaults() -> None:
     assert recipe.objective == PGDAT(attack=PGD(steps=10, keep="last"))
     assert recipe.head.options == {}
     assert recipe.training.epochs == 2
-    assert recipe.evaluation.attacks == DEFAULT_ATTACKS
+    assert (recipe.evaluation.suite, recipe.evaluation.attacks) == ("fast", {})
     assert parsed("data={name: digits, augment: {name: crop-flip, pad: 2}}").data.augment == CropFlip(pad=2)
 
 
@@ -182,7 +181,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "evaluation.attacks={a: fgsm, b: pdg}": ("evaluation.attacks.b: unknown attack 'pdg'",),
     "evaluation.attacks={a: {name: pgd, step: 3}}": ("evaluation.attacks.a.step: unknown option",),
     "evaluation.attacks={a: {name: pgd, steps: many}}": ("evaluation.attacks.a.steps: ", "'many'"),
-    "evaluation.attacks={}": ("evaluation.attacks: ", "at least 1"),
+    "evaluation.suite=null": ("evaluation.suite: expected a suite or attacks; suites: ",),
+    "evaluation.suite=quick": ("evaluation.suite: unknown suite 'quick'",),
     "evaluation.attacks=[pgd]": ("evaluation.attacks: ", "dictionary"),
     "evaluation.samples=0": ("evaluation.samples: ", "greater than 0, got 0"),
     "threat.eps=-1": ("threat.eps: ", "greater than or equal to 0, got -1"),

@@ -22,6 +22,7 @@ from steelman.schedules import SCHEDULES
 from steelman.threat import ThreatModel
 from steelman.training import Guard, Trainer, Training, run
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
+from steelman.training.folder import load_model
 from steelman.training.guard import collapse
 from tests.training_helpers import a_trainer, interrupted_at, plain_trainer, said, same_run
 
@@ -173,7 +174,7 @@ def test_a_trained_ensemble_is_measured_and_attacked_as_one_model(tmp_path: Path
     source, origin = recipes.read("digits-pgd-at", overrides)
     found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
     assert found is not None
-    model, record = run.load_model(tmp_path / "run")
+    model, record = load_model(tmp_path / "run")
     assert record["members"] == 2
     assert isinstance(model, Ensemble)
     x = torch.rand(5, 1, 8, 8)
@@ -184,7 +185,7 @@ def test_a_trained_ensemble_is_measured_and_attacked_as_one_model(tmp_path: Path
     x_adv = PGD(steps=3, keep="last")(model, x, torch.arange(5), ThreatModel(eps=0.1))
     before, after = (torch.nn.functional.cross_entropy(model(images), torch.arange(5)) for images in (x, x_adv))
     assert after > before
-    scores = {score.name: score.accuracy for score in found.scores}
+    scores = {score.name: score.accuracy for score in found.evaluation.scores}
     assert scores["clean"] > 0.5
     assert scores["worst case"] < scores["clean"]
 
@@ -203,7 +204,7 @@ class TestHelper:
 
     def test_another_one_is_another_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         quick = ["training.epochs=1", "validation.samples=10", "evaluation.samples=10", "training.batch_size=256"]
-        quick += ["evaluation.attacks={fgsm: fgsm}"]
+        quick += ["evaluation.suite=null", "evaluation.attacks={fgsm: fgsm}"]
         source, origin = recipes.read("digits-standard", quick)
         run.train(source, tmp_path / "helper", console=Console(quiet=True), origin=origin)
         source, origin = recipes.read("digits-pgd-at", [*quick, "objective=hat", f"objective.helper={tmp_path}/helper"])
@@ -217,7 +218,7 @@ class TestHelper:
         monkeypatch.setattr(Trainer, "fit", fit)
         run.train(source, tmp_path / "one", console=Console(quiet=True), origin=origin)
         record = json.loads((tmp_path / "helper" / "model.json").read_text())
-        model, _ = run.load_model(tmp_path / "helper")
+        model, _ = load_model(tmp_path / "helper")
         weights = {name: 1.5 * value for name, value in model.state_dict().items()}
         (tmp_path / "helper" / "model.safetensors").write_bytes(save(weights))
         record["sha256"] = hashlib.sha256((tmp_path / "helper" / "model.safetensors").read_bytes()).hexdigest()

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import pytest
 import torch
+import yaml
+from pydantic import Field
 from torch import nn
 
+from steelman import recipe
 from steelman.attacks import ATTACKS
 from steelman.attacks.engine import Problem, Search
+from steelman.cli.listing import Kind, registries
+from steelman.heads import HEADS
 from steelman.objectives import OBJECTIVES
+from steelman.recipe_files import load, recipes
+from steelman.settings import Count, settings
 from steelman.threat import Norm
+from steelman.training import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,11 +38,15 @@ def script(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # a script finds the files beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
-@pytest.mark.parametrize("name", ["methods.md", "attacks.md"])
+@pytest.mark.parametrize("name", ["methods.md", "attacks.md", "recipe.md"])
 def test_the_generated_part_is_up_to_date(name: str) -> None:
     pages = script(ROOT / "docs" / "generate.py")
     assert name in pages.PAGES
@@ -72,6 +87,101 @@ def test_every_attack_says_what_it_does_and_its_paper(name: str) -> None:
     assert len(cells) == 6
     assert re.fullmatch(r"(white|black) box, (budget|minimum norm)|that of its attack", cells[2])
     assert re.fullmatch(r"`attacks/\w+\.py`", cells[4])
+
+
+def recipe_keys() -> Any:
+    return script(ROOT / "docs" / "recipe_keys.py")
+
+
+def test_the_complete_recipe_of_its_page_is_right() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    source = yaml.safe_load(example)
+    made = recipe.parse(source)
+    assert made.training.seed == 1
+    assert {"data", "model", "head", "threat", "objective", "training", "validation", "around", "evaluation"} <= {
+        *source
+    }
+    assert page.index("```yaml") < page.index("## All keys")
+
+
+def test_the_page_of_recipes_has_every_key_and_a_sentence_for_it() -> None:
+    rows = list(recipe_keys().every_key())
+    known = {row[0] for row in rows}
+    for one in ("name", "threat.eps", "training.optimizer", "around.awp.gamma", "published[].paper", "head.OPTION"):
+        assert one in known, one
+    for key, kind, default, does in rows:
+        assert kind, key
+        assert default, key
+        assert re.fullmatch(r"[A-Z`].*\.", does), f"{key}: {does}"
+    assert set(recipe_keys().WORDS) <= known, "words for a key that is gone"
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    for link in re.findall(r"\]\(#([\w-]+)\)", page):
+        assert re.search(rf"^#+ {link}$", page, re.MULTILINE | re.IGNORECASE), link
+
+
+def test_every_key_of_a_built_in_recipe_is_on_the_page() -> None:
+    known = {row[0] for row in recipe_keys().every_key()}
+    wide = {"objective", "data", "model", "head", "chosen", "published"}  # options, or reasons of one's own
+    for path in recipes().values():
+        for block, inside in load(path).items():
+            assert block in known or any(key.startswith(f"{block}.") for key in known), f"{path.stem}: {block}"
+            for key in inside if isinstance(inside, dict) and block not in wide else ():
+                assert any(one == f"{block}.{key}" or one.startswith(f"{block}.{key}.") for one in known), (
+                    path.stem,
+                    key,
+                )
+
+
+def test_a_key_in_words() -> None:
+    pages = recipe_keys()
+
+    @settings
+    class Block:
+        """Something. `rate` is how much; `many` says how often. The end."""
+
+        rate: Annotated[float, Field(ge=0, lt=1)] = 0.5
+        many: Count | None = None
+        stated: Annotated[bool, Field(description="Its own words.")] = True
+
+    assert list(pages.every_key(Block, "block.")) == [
+        ("block.rate", "number at least 0 and below 1", "`0.5`", "How much."),
+        ("block.many", "whole number above 0 or `null`", "`null`", "Says how often."),
+        ("block.stated", "true or false", "`true`", "Its own words."),
+    ]
+    assert pages.plain(ATTACKS["pgd"](steps=3, loss="margin")) == "{name: pgd, steps: 3, loss: margin}"
+    assert pages.plain(OPTIMIZERS["sgd"]()) == "sgd"
+    assert list(pages.options(HEADS["he"])) == ["scale: 15.0", "margin: 0.2", "wn_mode: autograd"]
+
+
+def named_in(kind: Any, seen: set[Any]) -> Iterator[dict[str, Any]]:
+    """The registries that the keys of a settings class name, and those of what can be named there."""
+    if kind in seen:
+        return
+    seen.add(kind)
+    for hint in get_type_hints(kind, include_extras=True).values():
+        for part in recipe_keys().flat(hint):
+            for check in getattr(part, "__metadata__", ()):
+                found = inspect.getclosurevars(check.func).nonlocals if hasattr(check, "func") else {}
+                if "registry" in found:
+                    yield found["registry"]
+                    for entry in found["registry"].values():
+                        made_by = entry.func if isinstance(entry, functools.partial) else entry
+                        if hasattr(made_by, "__pydantic_fields__"):
+                            yield from named_in(made_by, seen)
+            if hasattr(part, "__pydantic_fields__"):
+                yield from named_in(part, seen)
+
+
+def test_every_registry_that_a_recipe_can_name_can_be_listed() -> None:
+    listed, found = registries(), list(named_in(recipe.Recipe, set()))
+    assert any("sgd" in one for one in found)
+    assert any("crop-flip" in one for one in found)
+    for registry in found:  # an objective's attacks are some of all
+        assert any(registry.keys() <= one.keys() for one in listed.values()), sorted(registry)
+    for name, (_, entries) in ((name, entry) for name, entry in recipe_keys().NAMED.items()):
+        assert any(entries is one for one in listed.values()), name
+    assert {kind for kind in Kind if kind is not Kind.recipes} == listed.keys()
 
 
 class Nearest(Search):

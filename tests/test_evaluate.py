@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from steelman.attacks import ATTACKS, PGD, Found
 from steelman.attacks.eot import EOT
 from steelman.attacks.rays import RayS
 from steelman.attacks.square import Square
-from steelman.data.source import ArraySource
+from steelman.data.datasets import load
+from steelman.data.source import ArraySource, first, name_of
 from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation.checks import predictions
@@ -27,8 +29,10 @@ from steelman.evaluation.evaluate import DEFAULT_ATTACKS
 from steelman.evaluation.masking import Pilot
 from steelman.evaluation.result import Evaluation, interval
 from steelman.evaluation.stages import Stage, Suite, describe
+from steelman.evidence.bundle import bundle_at
 from steelman.heads import embed
 from steelman.threat import ThreatModel
+from tests import evidence_helpers
 from tests.oracles import LinearClassifier
 from tests.training_helpers import SHAPE, a_net, some_data
 
@@ -38,7 +42,7 @@ Adversary = Any
 def evaluate(model: nn.Module, data: Any, threat: ThreatModel, attacks: Any = None, **options: Any) -> Evaluation:
     """Each attack on every sample: what the cascade adds is tested elsewhere."""
     x, y = data if isinstance(data, tuple) else (data, None)
-    return evaluating.evaluate(model, x, y, threat, DEFAULT_ATTACKS if attacks is None else attacks, **options)
+    return evidence_helpers.evaluate(model, x, y, threat, DEFAULT_ATTACKS if attacks is None else attacks, **options)
 
 
 def line(n: int = 40, seed: int = 0) -> tuple[LinearClassifier, Tensor, Tensor, np.ndarray]:
@@ -118,7 +122,7 @@ def test_a_cascades_curve_is_exact_and_spares_whom_eps_does_not_break(monkeypatc
         return real(self, *given, **options)
 
     monkeypatch.setattr(PGD, "run", run)
-    stages = (Stage(name="pilot", attack=Pilot(), pilot=True), Stage(name="pgd", attack=PGD(steps=10)))
+    stages = (Stage(name="pilot", attack=Pilot(), role="pilot"), Stage(name="pgd", attack=PGD(steps=10)))
     found = evaluate(model, (x, y), ThreatModel(eps=eps), Suite(name="pilot", stages=stages))
     for point in found.curve:
         assert point.correct == int((right & (distance > point.eps)).sum())
@@ -299,13 +303,106 @@ def test_every_number_carries_its_settings() -> None:
         found.score("pgd")
 
 
-def test_samples_takes_the_first_and_no_more_than_there_are() -> None:
+def test_a_part_of_a_source_is_evaluated() -> None:
     model, x, y, _ = line()
-    right = model(x).argmax(dim=1) == y
-    assert (
-        evaluate(model, (x, y), ThreatModel(eps=0.1), samples=7, curve=False).score("clean").correct == right[:7].sum()
-    )
-    assert evaluate(model, (x, y), ThreatModel(eps=0.1), samples=999, curve=False).total == 40
+    right, threat = model(x).argmax(dim=1) == y, ThreatModel(eps=0.1)
+    some = first(ArraySource(x, y, name="toys"), 7)
+    found = evaluate(model, some, threat, curve=False)
+    assert (found.score("clean").correct, found.total, found.data) == (right[:7].sum(), 7, "toys")
+    assert len(first(some, 999)) == len(first(some)) == 7
+    assert evaluate(model, (x, y), threat, curve=False).data == "data"
+    with pytest.raises(UserError, match="samples: expected at least 1, got 0"):
+        first(some, 0)
+
+
+def test_a_source_says_who_reads_it_and_a_dataset_what_its_parts_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = load("digits").test
+    assert [name_of(part) for part in (test, first(test, 5), load("digits").train)] == [
+        "digits test",
+        "digits test",
+        "digits train",
+    ]
+    asked = list[int]()
+
+    class Loader:
+        def __init__(self, batches: Any, *, num_workers: int, **_: Any) -> None:
+            asked.append(num_workers)
+            self.batches = batches
+
+        def __iter__(self) -> Any:
+            return (self.batches[at] for at in range(len(self.batches)))
+
+    monkeypatch.setattr("steelman.data.source.DataLoader", Loader)
+    view = first(OnDemand())
+    view.workers = 2
+    found = evaluate(Constant(logits(0.0)), first(view, 4), ThreatModel(eps=0.1), {"one": PGD(steps=1)}, curve=False)
+    assert found.total == 4
+    assert set(asked) == {2}
+
+
+class OnDemand:
+    """A source that is not in memory, with nothing but what a source must have."""
+
+    classes, shape, labels = tuple("0123456789"), SHAPE, torch.arange(6)
+
+    def __len__(self) -> int:
+        return 6
+
+    def images(self, index: Tensor, key: Any = None) -> Tensor:
+        return (index / 10).view(-1, 1, 1, 1).expand(-1, *SHAPE)
+
+
+class Outputs(nn.Module):
+    """As many outputs as wanted, the first two of a linear model."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.inner, self.outputs = line()[0], outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.inner(x)
+        return nn.functional.pad(z, (0, self.outputs - 2), value=-9.0)
+
+
+def test_a_model_with_more_outputs_than_the_data_have_classes_is_refused_unless_it_is_said() -> None:
+    """Its labels are likely to mean something else; of plain tensors nobody knows how many classes there are."""
+    _, x, y, _ = line()
+    named, threat = ArraySource(x, y, ["cat", "dog"]), ThreatModel(eps=0.05)
+    for source in (named, first(named, 20)):
+        with pytest.raises(UserError, match=r"has 5 outputs, and the data have 2 classes \(cat, dog\).*--more-outputs"):
+            evaluate(Outputs(5), source, threat, curve=False)
+    found = evaluate(Outputs(5), named, threat, curve=False, more_outputs=True)
+    assert found.classes == ("0", "1", "2", "3", "4")
+    whole = evaluate(Outputs(2), named, threat, curve=False)
+    assert whole.classes == ("cat", "dog")
+    assert found.score("worst case").correct == whole.score("worst case").correct
+    assert evaluate(Outputs(5), (x, y), threat, curve=False).total == 40
+
+
+@pytest.mark.parametrize(("labels", "said"), [(0.5, True), (0.85, False)])
+def test_a_model_that_answers_all_with_one_class_is_called_collapsed(labels: float, said: bool, tmp_path: Path) -> None:
+    """Unless the data are nearly as one-sided; the trust stays what it is."""
+    x, y = torch.rand(60, *SHAPE), (torch.arange(60) >= round(60 * labels)).long()
+
+    class Always(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            bright = x.flatten(1).sum(dim=1)
+            return torch.stack((bright, bright - 99), dim=1)
+
+    source = ArraySource(x, y, ["dog", "cat"])
+    verdict = evaluate(Always(), source, ThreatModel(eps=0.05), curve=False, out=tmp_path).verdict
+    assert verdict is not None
+    assert verdict.trust == "sound"
+    sentence = 'the model answers "dog" for 100% of the images: it has collapsed'
+    assert (sentence in verdict.reasons) == (sentence in str(verdict)) == said
+    assert Evaluation.load(tmp_path).verdict == verdict
+
+
+def test_a_model_that_tells_classes_apart_is_not_called_collapsed() -> None:
+    model, x, y, _ = line()
+    verdict = evaluate(model, (x, y), ThreatModel(eps=0.05), curve=False).verdict
+    assert verdict is not None
+    assert "collapsed" not in str(verdict)
 
 
 class InDouble(nn.Module):
@@ -425,14 +522,17 @@ def same_evaluation(a: Evaluation, b: Evaluation) -> None:
 
 
 @pytest.mark.parametrize("gallery", [3, 0])
-def test_save_and_load_round_trip(tmp_path: Path, gallery: int) -> None:
+def test_what_evaluate_returns_is_what_its_evidence_says(tmp_path: Path, gallery: int) -> None:
     model, x, y, _ = line()
     attacks: dict[str, Any] = {"pgd": PGD(steps=3, step_size=0.01), "cheat": Returns(CHEATS["NaN"])}
     source = ArraySource(x, y, ["caf\u00e9", "<b>"])
-    found = evaluate(model, source, ThreatModel(eps=0.1), attacks, gallery=gallery, name="m", data_name="d")
-    found.save(tmp_path / "deep" / "folder")
-    same_evaluation(found, Evaluation.load(tmp_path / "deep" / "folder"))
-    json.loads((tmp_path / "deep" / "folder" / "evaluation.json").read_text())
+    place = tmp_path / "deep" / "folder"
+    found = evaluate(model, source, ThreatModel(eps=0.1), attacks, gallery=gallery, name="m", data_name="d", out=place)
+    same_evaluation(found, Evaluation.load(place))
+    assert found.score("pgd").seconds is not None
+    assert [example.index for example in found.gallery] == [1, 2, 3][:gallery]
+    record = json.loads((place / "evidence.json").read_text())
+    assert ("gallery.safetensors" in record["files"]) == bool(gallery) == (place / "gallery.safetensors").exists()
 
 
 def test_settings_of_any_attack_can_be_written(tmp_path: Path) -> None:
@@ -485,18 +585,51 @@ def test_a_model_without_gradients_is_evaluated_by_black_box_attacks() -> None:
 
 
 def test_an_evaluation_that_is_missing_or_damaged(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no evaluation in"):
+    with pytest.raises(UserError, match="no evidence in"):
         Evaluation.load(tmp_path)
     model, x, y, _ = line()
-    evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False).save(tmp_path)
-    content = (tmp_path / "evaluation.json").read_text()
-    (tmp_path / "evaluation.json").write_text(content[:-20])
+    evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False, out=tmp_path)
+    content = (tmp_path / "evidence.json").read_text()
+    (tmp_path / "evidence.json").write_text(content[:-20])
     with pytest.raises(UserError, match="is damaged"):
         Evaluation.load(tmp_path)
-    (tmp_path / "evaluation.json").write_text(content)
+    (tmp_path / "evidence.json").write_text(content)
     (tmp_path / "gallery.safetensors").write_bytes(b"no")
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="was changed"):
         Evaluation.load(tmp_path)
+
+
+@pytest.mark.parametrize("times", [None, b"{", b"[]", b'{"clean": "long"}', b'{"clean": -1}', b"\xff", b"[" * 200_000])
+def test_without_times_there_are_no_seconds_and_nothing_else_is_missing(tmp_path: Path, times: bytes | None) -> None:
+    model, x, y, _ = line()
+    found = evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False, out=tmp_path)
+    path = tmp_path / "times.json"
+    path.unlink() if times is None else path.write_bytes(times)
+    again = Evaluation.load(tmp_path)
+    assert {score.seconds for score in again.scores} | {stage.seconds for stage in again.stages} == {None}
+
+    def timeless(one: Evaluation) -> Evaluation:
+        scores = tuple(dataclasses.replace(score, seconds=None) for score in one.scores)
+        return dataclasses.replace(
+            one, scores=scores, stages=tuple(dataclasses.replace(s, seconds=None) for s in one.stages)
+        )
+
+    same_evaluation(timeless(found), again)
+
+
+def test_a_run_has_its_own_verdict_in_a_folder(tmp_path: Path) -> None:
+    model, x, y, _ = line()
+    run = tmp_path / "run"
+    with pytest.raises(UserError, match=r"run: evidence\.json is missing there and in its folder 'verdict'$"):
+        bundle_at(run)
+    for name in ("linf-0.2", "linf-0.1"):
+        evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False, out=run / "evaluations" / name)
+    with pytest.raises(UserError, match=r"it has these evaluations, name one: .*linf-0\.1, .*linf-0\.2$"):
+        Evaluation.load(run)
+    evaluate(model, (x, y), ThreatModel(eps=0.1), {"own": PGD(steps=1)}, curve=False, out=run / "verdict")
+    assert bundle_at(run) == bundle_at(run / "verdict") == run / "verdict"
+    assert bundle_at(run / "evaluations" / "linf-0.1") == run / "evaluations" / "linf-0.1"
+    assert Evaluation.load(run).scores[1].name == "own"
 
 
 # What cannot be measured.
@@ -521,8 +654,8 @@ GOOD = torch.rand(6, *SHAPE), torch.arange(6)
 BAD_MODELS: dict[str, tuple[nn.Module, str]] = {
     "NaN logits": (Constant(logits(float("nan"))), "NaN or infinite logits for 4 of 4 clean images"),
     "infinite logits": (Constant(logits(float("inf"))), "NaN or infinite logits for 4 of 4 clean images"),
-    "no tensor": (Constant(lambda x: (x, x)), "expected logits of shape .4, classes. for 4 images, got tuple"),
-    "a dict": (Constant(lambda x: {"logits": x}), "expected logits of shape .*, got dict"),
+    "no logits": (Constant(lambda x: (x, x)), "answers with tuple, and no logits are found in it; say where they are"),
+    "a dict of maps": (Constant(lambda x: {"logits": x}), r"expected a tensor of shape \(N, classes\) in"),
     "one number an image": (Constant(lambda x: x.sum(dim=(1, 2, 3))), r"expected logits of shape .*, got \(4,\)"),
     "a map": (Constant(lambda x: x), r"expected logits of shape .*, got \(4, 1, 4, 4\)"),
     "one row": (Constant(lambda x: torch.zeros(1, 10)), r"expected logits of shape .*, got \(1, 10\)"),
@@ -609,8 +742,6 @@ def test_questions_that_cannot_be_asked() -> None:
         ThreatModel(eps=-1)
     with pytest.raises(UserError, match="expected at least one attack, got none"):
         evaluate(model, GOOD, ThreatModel(eps=0.1), {})
-    with pytest.raises(UserError, match="samples: expected at least 1, got 0"):
-        evaluate(model, GOOD, ThreatModel(eps=0.1), samples=0)
     for taken in ("clean", "worst case"):
         with pytest.raises(UserError, match=f"an attack cannot be called '{taken}'"):
             evaluate(model, GOOD, ThreatModel(eps=0.1), {taken: PGD()})
@@ -659,18 +790,26 @@ class TestSuitesThatAreNone:
             ({"suite": {"PGD": "pgd"}}, "PGD: expected an attack, got 'pgd'"),
             ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
             ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
-            ({"samples": "all"}, "samples: expected a whole number, got 'all'"),
+            ({"gallery": "all"}, "gallery: expected a whole number, got 'all'"),
+            ({"gallery": -1}, "gallery: expected at least 0, got -1"),
             ({"suite": "full", "precision": "bfloat16"}, "precision: .*bfloat16"),
         ],
     )
     def test_evaluate_says_what_it_wants(self, options: dict[str, Any], message: str) -> None:
         net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)
+        given = {"suite": "fast", **options}
         with pytest.raises(UserError, match=message):
-            evaluating.evaluate(net, x, net(x).argmax(dim=1), ThreatModel(eps=0.1), **{"suite": "fast", **options})
+            evidence_helpers.evaluate(net, x, net(x).argmax(dim=1), ThreatModel(eps=0.1), **given)
+
+    def test_ten_arguments_are_enough(self) -> None:
+        assert list(inspect.signature(evaluating.evaluate).parameters) == [
+            *("model", "x", "y", "threat", "suite"),
+            *("out", "name", "seed", "minutes", "batch_size"),
+        ]
 
     def test_numpys_numbers_are_numbers(self, tmp_path: Path) -> None:
         net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(4, 1, 2, 2)
-        whole: dict[str, Any] = {"seed": np.int64(3), "samples": np.int64(2), "batch_size": np.int32(2)}
+        whole: dict[str, Any] = {"seed": np.int64(3), "gallery": np.int64(2), "batch_size": np.int32(2)}
         data = (x, net(x).argmax(dim=1))
         found = evaluate(net, data, ThreatModel(eps=0.1), {"PGD": PGD(steps=2)}, out=tmp_path / "o", **whole)
-        assert (found.seed, found.total) == (3, 2)
+        assert (found.seed, len(found.gallery)) == (3, 2)

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import evaluate
 from steelman.evidence import bundle as bundles
 from steelman.evidence import ledger
 from steelman.evidence.bundle import read_bundle, weights_digest
 from steelman.evidence.ledger import DONE, ROBUST, WRONG, Images, Ledger, Work, digests
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import EPS, a_model, the_data
+from tests.evidence_helpers import EPS, a_model, evaluate, the_data
 
 ATTACKS = {"one": PGD(steps=1, start="zero"), "two": PGD(steps=2, loss="margin")}
 
@@ -35,11 +34,11 @@ def run(out: Path, **changes: Any) -> Any:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The sealed files; evaluation.json has times in it."""
+    """The sealed files: all but the times."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.name in ("evidence.json", "samples.safetensors") or path.name.startswith("adversarial-")
+        if path.name == "evidence.json" or path.suffix == ".safetensors"
     }
 
 
@@ -219,10 +218,10 @@ def test_leftovers_of_a_killed_process_are_swept_and_other_files_are_not(tmp_pat
         [
             *kept,
             "adversarial-0000.safetensors",
-            "evaluation.json",
             "evidence.json",
             "gallery.safetensors",
             "samples.safetensors",
+            "times.json",
         ]
     )
     verify(out, model=a_model(), source=the_data())
@@ -283,7 +282,7 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("steelman.evaluation.harness.write_bundle", killed)
+        patch.setattr("steelman.evaluation.evaluate.write_bundle", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "out")
     return tmp_path / "out"

@@ -15,7 +15,7 @@ from steelman import recipe as recipes
 from steelman.cli.measure import measure
 from steelman.errors import UserError
 from steelman.evaluation.evaluate import DEFAULT_ATTACKS, evaluate
-from steelman.objectives import OBJECTIVES, is_adversarial
+from steelman.objectives import OBJECTIVES
 from steelman.settings import options_from_texts
 from steelman.threat import ThreatModel
 from steelman.training import Guard, Trainer, run
@@ -42,7 +42,7 @@ def test_options_on_the_command_line_take_yes_and_no() -> None:
 
 
 def test_training_without_an_adversary_cannot_overfit_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {name for name, make in OBJECTIVES.items() if not is_adversarial(make())} == {"standard", "cure"}
+    assert {name for name, make in OBJECTIVES.items() if not make().adversarial} == {"standard", "cure"}
     for name, epochs in (("standard", 3), ("fast-at", 2)):
         scores = iter([0.9, 0.1, 0.1])
         monkeypatch.setattr(Trainer, "validate", lambda _, scores=scores: (1.0, next(scores)))
@@ -74,7 +74,7 @@ def test_a_run_on_a_folder_is_measured_at_the_size_it_was_trained_at(photographs
     source, origin = recipes.read("digits-pgd-at", [*given, *SHORT])
     found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
     assert found is not None
-    assert found.gallery[0].clean.shape == (3, 12, 12)
+    assert found.evaluation.gallery[0].clean.shape == (3, 12, 12)
     assert "data:image/png" in (tmp_path / "run" / "report.html").read_text()
     other = tmp_path / "moved"
     photographs.rename(other)
@@ -97,7 +97,7 @@ def test_a_run_on_a_folder_is_measured_at_the_size_it_was_trained_at(photographs
             out=tmp_path / f"again-{place}",
             console=Console(quiet=True),
         )
-        assert again.score("clean").correct == found.score("clean").correct
+        assert again.score("clean").correct == found.evaluation.score("clean").correct
 
 
 def test_a_validation_split_that_is_too_large_names_its_key(photographs: Path, tmp_path: Path) -> None:

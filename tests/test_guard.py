@@ -240,6 +240,7 @@ def test_a_diverged_run_ends_with_a_report_of_the_good_epoch(tmp_path: Path, mon
             "training.lr={name: piecewise, points: [[0, 0.2], [0.5, 0.2], [0.51, 1e30], [1, 1e30]]}",
             "training.epochs=2",
             "evaluation.samples=50",
+            "evaluation.suite=null",
             "evaluation.attacks={fgsm: fgsm}",
             "compute.accelerator=cpu",
         ],
@@ -252,7 +253,7 @@ def test_a_diverged_run_ends_with_a_report_of_the_good_epoch(tmp_path: Path, mon
     assert "the loss became" in record["message"] or "NaN or infinite" in record["message"]
     assert "keeping epoch 1" in console.export_text()
     assert found is not None
-    assert found.score("clean").accuracy > 0.5
+    assert found.evaluation.score("clean").accuracy > 0.5
 
 
 def test_signals_are_ours_only_inside() -> None:

@@ -23,7 +23,7 @@ from steelman.evidence.bundle import read_bundle
 from steelman.models.classifier import build_classifier
 from steelman.models.hub import MARK, card, pull, push
 from steelman.threat import ThreatModel
-from steelman.training.run import load_model
+from steelman.training.folder import load_model
 
 SHAPE, REPO = (1, 4, 4), "ann/small"
 THREAT = ThreatModel(eps=0.1)
@@ -64,7 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = torch.rand(20, *SHAPE)
     y = net(x).argmax(dim=1)
     y[0] = (y[0] + 1) % 3
-    steelman.evaluate(net, x, y, THREAT, "fast", out=folder / "verdict", data_name="noise test")
+    steelman.evaluate(net, x, y, THREAT, "fast", out=folder / "verdict")
     for name in ("report.html", "run.json", "checkpoints/step-1/state.json", "verdict/work/notes.json", "model.bin"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
@@ -216,7 +216,7 @@ def test_the_card_says_what_the_evidence_says(run: Path) -> None:
         "- Clean accuracy: 95.0%",
         f"- Robust accuracy: {robust / 20:.1%} [",
         "of 20 samples",
-        "- Data: noise test; threat model: linf, eps 0.1; suite: fast",
+        "- Data: data; threat model: linf, eps 0.1; suite: fast",
         f"- Trust: {bundle.record['verdict']['trust']}",
         f"- Seal: `{bundle.seal}`",
         "    model: linear",

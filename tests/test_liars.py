@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.evaluation.checks import ContractError
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_named
 from steelman.heads import build_head
 from steelman.threat import ThreatModel
+from tests.evidence_helpers import evaluate
 from tests.oracles import LinearClassifier, LinearProblem
 
 Net = Callable[[Tensor], Tensor]

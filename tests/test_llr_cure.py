@@ -265,7 +265,7 @@ class TestLLR:
         weight = next(parameter for parameter in backbone.parameters() if parameter.dim() == 2)
         leans = []
         for statistics in ("live", "constant"):
-            loss = LLR(weight=2, mu=0.5, statistics=statistics)(batch).loss  # type: ignore[arg-type]
+            loss = LLR(weight=2, mu=0.5, statistics=statistics)(batch).loss
             (gradient,) = torch.autograd.grad(loss, [weight])
             leans.append(float(((gradient * weight).sum(dim=1)).abs().max() / gradient.norm()))
         assert leans[0] < 1e-3 < 10 * leans[0] < leans[1]

@@ -26,6 +26,7 @@ from steelman.models.classifier import Classifier
 from steelman.objectives import OBJECTIVES, Batch, Outcome
 from steelman.objectives.trades import TRADES
 from steelman.training import Around, run, trainer
+from steelman.training.folder import load_model
 from tests.test_pgd import everything
 from tests.training_helpers import a_batch, a_net, a_trainer, digits_net, interrupted_at, same_run
 
@@ -308,6 +309,7 @@ def test_every_objective_moves_the_branches_it_names(name: str) -> None:
 
 QUIET = [
     "validation={size: 200, samples: 40, attack: {name: pgd, steps: 2}}",
+    "evaluation.suite=null",
     "evaluation.attacks={PGD: {name: pgd, steps: 2}}",
     "training.batch_size=128",
     "training.epochs=2",
@@ -328,7 +330,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_reloaded_model_predicts_through_the_branch_the_recipe_names(whole: Path) -> None:
-    model, record = run.load_model(whole)
+    model, record = load_model(whole)
     assert record["auxiliary_norm"] == "adversarial"
     (norm,) = auxiliaries(model)
     assert norm.branch == "adversarial"
@@ -351,7 +353,7 @@ def test_a_reloaded_model_predicts_through_the_branch_the_recipe_names(whole: Pa
         int(norm.get_buffer("clean.num_batches_tracked")) == int(norm.get_buffer("adversarial.num_batches_tracked")) > 0
     )
     right = int((ours.argmax(dim=1) == test.labels).sum())
-    assert Evaluation.load(whole / "evaluation").score("clean").correct == right, "what was measured is what is loaded"
+    assert Evaluation.load(whole / "attacks").score("clean").correct == right, "what was measured is what is loaded"
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(

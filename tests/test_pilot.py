@@ -14,18 +14,17 @@ from steelman.attacks import PGD, Found
 from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation import pilot, runner
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.masking import Finds, Pilot
 from steelman.evaluation.result import StageRecord
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evidence.bundle import read_bundle
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import a_model, the_data
+from tests.evidence_helpers import a_model, evaluate, the_data
 
 THREAT = ThreatModel(eps=0.1)
 IDLE = Stage(name="idle", attack=PGD(steps=1, start="zero", step_size=1e-9))
-SUITE = Suite(name="idle after a pilot", stages=(Stage(name="pilot", attack=Pilot(), pilot=True), IDLE))
+SUITE = Suite(name="idle after a pilot", stages=(Stage(name="pilot", attack=Pilot(), role="pilot"), IDLE))
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ class TestFinds:
 
 
 def run(out: Path | None = None, suite: Suite = SUITE, **options: object) -> tuple[StageRecord, ...]:
-    return evaluate(a_model(), the_data(), None, THREAT, suite, out=out, **options).stages  # type: ignore[arg-type]
+    return evaluate(a_model(), the_data(), None, THREAT, suite, out=out, **options).stages
 
 
 def test_what_the_pilot_breaks_is_broken(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.evaluation.evaluate import evaluate
 from steelman.precision import full_precision
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import a_model, check, make, the_data
+from tests.evidence_helpers import a_model, check, evaluate, make, the_data
 
 
 def state() -> list[Any]:

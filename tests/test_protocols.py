@@ -9,12 +9,12 @@ import torch
 
 from steelman.attacks import ATTACKS
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.protocols import PROTOCOLS, InTurn, autoattack
 from steelman.evaluation.stages import Suite, describe
 from steelman.evaluation.suites import SUITES
 from steelman.rng import Key
 from steelman.threat import ThreatModel
+from tests.evidence_helpers import evaluate
 from tests.oracles import linear_problem
 from tests.training_helpers import a_net, some_data
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,11 @@ from steelman.data.source import ArraySource
 from steelman.errors import UserError
 from steelman.evaluation import bfloat16
 from steelman.evaluation.bfloat16 import alike, native, settled
-from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evaluation.suites import suite_named
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import a_model, check, the_data
+from tests.evidence_helpers import a_model, check, evaluate, the_data
 from tests.oracles import linear_problem
 
 CPU = torch.device("cpu")
@@ -111,7 +112,8 @@ class TestWhether:
 
     def test_auto_asks_the_machine_and_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def asked(precision: str, model: nn.Module) -> list[str]:
-            return precisions(settled(SUITE, precision, model, the_data(), THREAT, CPU))
+            suite = dataclasses.replace(SUITE, precision=precision)
+            return precisions(settled(suite, model, the_data(), THREAT, CPU))
 
         strange = Changed(upside_down_in_halves).eval()
         monkeypatch.setattr(bfloat16, "native", lambda device: True)
@@ -139,7 +141,7 @@ class TestWhether:
         suite = suite_named(name, THREAT)
         assert "bfloat16" in precisions(suite)
         for stage in suite.stages:
-            if stage.sentinel or stage.escalation or stage.warm or stage.pilot or "APGD" in str(stage.attack):
+            if stage.role != "attack" or stage.warm or "APGD" in str(stage.attack):
                 assert stage.precision == "full", stage.name
 
     def test_full_is_full(self) -> None:
@@ -176,7 +178,8 @@ def test_the_evidence_says_what_ran_and_stands(tmp_path: Path) -> None:
     evaluate(a_model(), the_data(), None, THREAT, SUITE, precision="bfloat16", out=tmp_path / "e")
     record = json.loads((tmp_path / "e" / "evidence.json").read_text())
     assert [stage["precision"] for stage in record["suite"]["stages"]] == ["bfloat16", "full"]
-    assert [stage["settings"].get("precision") for stage in record["stages"]] == ["bfloat16", None]
+    shown = Evaluation.load(tmp_path / "e").scores[1:-1]
+    assert [score.settings.get("precision") for score in shown] == ["bfloat16", None]
     assert record["curve_attack"].startswith("PGD-20 in bfloat16")
     assert check(tmp_path / "e").broken > 0  # each of them puts to the model in full precision
 

@@ -22,13 +22,12 @@ from scipy.stats import beta
 from torch import Tensor
 
 from steelman.errors import UserError
-from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score
+from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score, radius
 from steelman.report import Entry
 from steelman.report.html import render, write
 from steelman.report.images import data_uri, scaled_perturbation
 from steelman.report.plots import Chart, Line, Point, Style, axis, eps_axis, percent_axis, tick_step
 from steelman.report.tables import scores_table
-from steelman.report.text import radius
 
 
 def an_example(channels: int = 1, *, eps: float = 0.1) -> Example:

@@ -1,4 +1,4 @@
-"""What the report says of a verdict: its trust, its stages, its survivors, its classes and every flag."""
+"""What the report says of a verdict: its trust, its stages, its robust samples, its classes and every flag."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from steelman.report.html import render
 from steelman.report.plots import histogram, log_axis
 from steelman.report.tables import scores_table, verdict_text
 from steelman.report.verdict import stage_rows
+from steelman.threat import ThreatModel
+from tests.evidence_helpers import EPS, SUITE, a_model, evaluate, the_data
 from tests.test_report import Page, an_entry, an_evaluation, cell, charts_of
 
 EVIL = "<script>alert('x')</script>\"&"
@@ -39,7 +41,7 @@ def a_flag(name: str = "zero gradients", *, raised: bool = False, **changes: Any
 
 
 QUIET = (a_flag(), a_flag("one step stronger"))
-SENTINEL = a_flag("sentinel broken", figure=0, limit=0, trust="sound", text="broke 0 of 6: so every survivor fell")
+SENTINEL = a_flag("sentinel broken", figure=0, limit=0, trust="sound", text="broke 0 of 6: so every sample is broken")
 
 
 def a_stage(name: str, attacked: int, broken: int, left: int, **changes: Any) -> StageRecord:
@@ -66,7 +68,17 @@ STAGES = (
 def a_cascade(stages: tuple[StageRecord, ...] = STAGES, clean: int = 190, **changes: Any) -> Evaluation:
     """200 samples of two classes; `changes` may hold fields of the evaluation and of its verdict."""
     left = stages[-1].left
-    verdict = Verdict(correct=left, total=200, suite="fast", trust="sound", reasons=(), flags=QUIET)
+    verdict = Verdict(
+        correct=left,
+        total=200,
+        clean=clean,
+        norm="linf",
+        eps=0.1,
+        suite="fast",
+        trust="sound",
+        reasons=(),
+        flags=QUIET,
+    )
     known = {field.name for field in dataclasses.fields(Verdict)}
     verdict = replace(verdict, **{key: changes.pop(key) for key in known & set(changes)})
     counts = (("clean", clean), *((stage.name, stage.left) for stage in stages), ("worst case", left))
@@ -106,7 +118,7 @@ def test_the_verdict_comes_first_with_all_that_it_rests_on() -> None:
     for words in (
         "Trust: sound",
         cell(118, 200),
-        "118 of 200 samples withstood every attack",
+        "no attack broke 118 of 200 samples",
         f"{cell(190, 200)} are right when left alone",
         "No check leaves a reason to doubt",
         "Adversary L∞, eps = 0.1",
@@ -151,7 +163,7 @@ def test_what_is_not_complete_or_was_escalated_says_so() -> None:
     assert "Complete no: the time ran out in “sentinel FAB”" in text
     assert "The time ran out before all attacks had run." in text
     assert "Escalated not reached" in text
-    assert "Escalated yes: all of AutoAttack on every survivor" in part(a_cascade(escalated=True), "verdict")
+    assert "Escalated yes: all of AutoAttack on every robust sample" in part(a_cascade(escalated=True), "verdict")
     said = printed(replace(late, verdict=replace(late.verdict, escalated=True)))  # type: ignore[type-var]
     assert "Trust: sound, not complete, escalated" in said
 
@@ -235,21 +247,21 @@ def test_histogram_counts_every_value_once() -> None:
     assert [(bar.start, bar.end) for bar in bars] == [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
 
 
-def test_the_survivors_margins_are_a_histogram() -> None:
+def test_the_robust_samples_margins_are_a_histogram() -> None:
     text = render([Entry(name="model", evaluation=a_cascade(margins=(0.1, 0.11, 0.9)))], title="t")
     svg = charts_of(text)["margins0"]
     columns = [rect for rect in svg.iter("rect") if rect.attrib["class"] == "column"]
     heights = [float(rect.attrib["height"]) for rect in columns]
     # The axis ends at 2 and the plot is 170 high.
     assert heights == pytest.approx([170, 85], abs=0.1)
-    assert [(rect.findtext("title") or "")[:11] for rect in columns] == ["2 survivors", "1 survivors"]
-    assert "3 survivors: the smallest margin is 0.1, the median 0.11, the largest 0.9." in Page(text).text
+    assert [(rect.findtext("title") or "")[:16] for rect in columns] == ["2 robust samples", "1 robust samples"]
+    assert "3 robust samples: the smallest margin is 0.1, the median 0.11, the largest 0.9." in Page(text).text
 
 
-def test_no_survivors_and_all_survivors() -> None:
+def test_no_sample_robust_and_all_robust() -> None:
     nobody = a_cascade((a_stage("climb", 190, 190, 0), a_stage("square", 0, 0, 0)))
     text = render([Entry(name="model", evaluation=nobody)], title="t")
-    assert "No sample survived." in Page(text).text
+    assert "No sample is robust." in Page(text).text
     assert cell(0, 200) in Page(text).text
     assert not re.search(r"\b(nan|inf|None)\b", text)
     everybody = a_cascade((a_stage("climb", 200, 0, 200),), clean=198, confusion=((100, 0), (0, 100)))
@@ -322,14 +334,14 @@ def test_flags_are_explained_with_figure_limit_and_consequence_the_gravest_first
     assert "Figure 1% Raised above 5% Consequence the verdict would be suspect" in text
     assert "of tomorrow Figure 0.042% Raised above 0% Consequence" in text
     # What a flag says when it is raised is not said of one that is not.
-    assert "so every survivor fell" not in text
+    assert "so every sample is broken" not in text
     assert "None should" in text
 
 
 def test_a_protocol_keeps_its_page_and_is_called_an_upper_bound() -> None:
-    verdict = Verdict(
-        correct=118, total=200, suite="custom", trust="sound", reasons=(UPPER_BOUND,), flags=(), protocol=True
-    )
+    known = a_cascade().verdict
+    assert known is not None
+    verdict = replace(known, suite="custom", reasons=(UPPER_BOUND,), flags=(), protocol=True)
     protocol = an_evaluation(verdict=verdict, stages=(a_stage("pgd-20", 190, 70, 120),), confusion=((1, 0), (0, 1)))
     text = render([Entry(name="model", evaluation=protocol)], title="t")
     page = Page(text)
@@ -413,11 +425,31 @@ def test_verdict_in_the_terminal() -> None:
     ]
 
 
-def test_a_saved_evaluation_gives_the_same_page(tmp_path: Path) -> None:
-    evaluation = a_cascade(flags=(a_flag(raised=True), SENTINEL), trust="suspect", reasons=("odd",))
-    evaluation = Evaluation(**{f.name: getattr(evaluation, f.name) for f in dataclasses.fields(Evaluation)})
-    evaluation.save(tmp_path)
-    again = Evaluation.load(tmp_path)
-    assert render([Entry(name="m", evaluation=again)], title="t") == render(
-        [Entry(name="m", evaluation=evaluation)], title="t"
+def test_an_evaluation_gives_the_same_page_when_it_is_read_back(tmp_path: Path) -> None:
+    found = evaluate(a_model(), the_data(), None, ThreatModel(eps=EPS), SUITE, out=tmp_path)
+    assert render([Entry(name="m", evaluation=Evaluation.load(tmp_path))], title="t") == render(
+        [Entry(name="m", evaluation=found)], title="t"
     )
+
+
+def test_a_verdict_printed_is_three_lines_at_most() -> None:
+    def lines(**changes: Any) -> list[str]:
+        verdict = a_cascade(**changes).verdict
+        assert verdict is not None
+        return str(verdict).splitlines()
+
+    robust, clean = f"robust {cell(118, 200)} of 200 (linf, eps", f"clean {cell(190, 200)}, suite fast"
+    assert lines() == [f"{robust} 0.1), sound", clean]
+    doubted = lines(trust="suspect", reasons=("first", "second"))
+    assert doubted == [f"{robust} 0.1), suspect", clean, "first; second"]
+    verdict = replace(a_cascade().verdict, correct=946, clean=1800, total=2000, eps=8 / 255, protocol=True)  # type: ignore[type-var]
+    assert str(verdict).startswith("robust 47.3% [45.1, 49.5] of 2,000 (linf, eps 8/255), upper bound\nclean 90.0%")
+
+
+def test_times_that_nobody_knows_are_not_shown() -> None:
+    stages = tuple(replace(stage, seconds=None) for stage in STAGES)
+    scores = tuple(replace(score, seconds=None) for score in a_cascade().scores)
+    timed, timeless = (page_of(found).text for found in (a_cascade(), a_cascade(stages, scores=scores)))
+    assert "1.5" in timed
+    assert timeless.count("–") > timed.count("–") + len(stages)
+    assert "None" not in timeless

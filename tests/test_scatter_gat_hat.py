@@ -336,7 +336,7 @@ class TestHAT:
         net, helper = a_net("he").double().train(), Recording()
         batch = a_batch(net, helper=helper)
         watched = Watched(net)
-        outcome = HAT()(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]  # type: ignore[arg-type]
+        outcome = HAT()(dataclasses.replace(batch, model=watched))  # type: ignore[arg-type]
         assert outcome.x_adv is not None
         (asked,) = helper.seen
         assert torch.equal(asked, outcome.x_adv)

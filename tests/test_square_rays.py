@@ -521,7 +521,7 @@ class TestContract:
         x = (1.4 * x - 0.2).clamp(0, 1).to(dtype)
         before = x.clone()
         for eps in (1e-6, EPS[norm], 2.0):
-            threat = ThreatModel(norm=norm, eps=eps)
+            threat = ThreatModel(norm=norm, eps=0).at(eps)
             found = attack.run(model, x, y, threat)
             assert found.x_adv.dtype == dtype
             assert threat.contains(found.x_adv, x).all()
@@ -538,7 +538,7 @@ class TestContract:
     def test_targets_and_classes(self, attack: Search, norm: Norm, classes: int) -> None:
         model, x, y = samples(6, classes)
         target = (y + 1) % classes
-        found = attack.run(model, x, y, ThreatModel(norm=norm, eps=2.0), target=target)
+        found = attack.run(model, x, y, ThreatModel(norm=norm, eps=0).at(2.0), target=target)
         with torch.no_grad():
             assert torch.equal(model(found.x_adv).argmax(dim=1) == target, found.success)
 

@@ -40,7 +40,7 @@ class TestProject:
     )
     def test_nearest_point_wherever(self, norm: Norm, x: list[float], delta: list[float], eps: float) -> None:
         start, change = np.array(x), np.array(delta)
-        threat = ThreatModel(norm=norm, eps=eps)
+        threat = ThreatModel(norm=norm, eps=0).at(eps)
         got = threat.project(torch.from_numpy(start + change)[None], torch.from_numpy(start)[None])
         expected = nearest(start + change - start, start, norm, eps, 0.0, 1.0)
         np.testing.assert_allclose(got[0].numpy() - start, expected, atol=1e-7)
@@ -79,7 +79,7 @@ class TestProject:
         x = (rand(5, *shape, dtype=dtype) * 1.5 - 0.25).clamp(0, 1)
         far = x + spread * randn(5, *shape, dtype=dtype)
         for eps in (0.0, 8 / 255, 0.5, 12.0):
-            threat = ThreatModel(norm=norm, eps=eps)
+            threat = ThreatModel(norm=norm, eps=0).at(eps)
             got = threat.project(far, x)
             assert got.dtype == dtype
             assert threat.contains(got, x).all()
@@ -146,7 +146,7 @@ class TestContains:
         x = torch.tensor([0.0, 1.0]).repeat(3, 2).reshape(3, 1, 2, 2)
         x_adv = x.clone()
         x_adv[1].view(-1)[int(bad > 0.5)] = bad
-        assert ThreatModel(norm=norm, eps=2).contains(x_adv, x).tolist() == [True, False, True]
+        assert ThreatModel(norm=norm, eps=1).at(2).contains(x_adv, x).tolist() == [True, False, True]
 
     def test_shapes_must_agree(self) -> None:
         x = torch.zeros(3, 1, 2, 2)
@@ -194,7 +194,7 @@ class TestRandomStart:
     @pytest.mark.parametrize("eps", [0.0, 8 / 255, 0.5, 20.0])
     def test_inside(self, norm: Norm, dtype: torch.dtype, eps: float) -> None:
         x = (rand(20, 3, 5, 5, dtype=dtype) * 1.5 - 0.25).clamp(0, 1)
-        threat = ThreatModel(norm=norm, eps=eps)
+        threat = ThreatModel(norm=norm, eps=0).at(eps)
         drawn = threat.random_start(x, torch.arange(20), Key(0))
         assert drawn.dtype == dtype
         assert threat.contains(drawn, x).all()
@@ -240,3 +240,51 @@ def test_bad_settings(options: dict[str, Any], words: str) -> None:
 def test_at_changes_the_radius_alone() -> None:
     threat = ThreatModel(norm="l2", eps=0.5, low=-1, high=2)
     assert threat.at(0.25) == ThreatModel(norm="l2", eps=0.25, low=-1, high=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eps": 8}, "eps: expected a radius of at most 1 in a range of 0 .. 1, got 8; did you mean 8/255?"),
+        ({"eps": 300}, "eps: expected a radius of at most 1 in a range of 0 .. 1, got 300"),
+        (
+            {"eps": 0.8, "low": 0.2, "high": 0.9},
+            "eps: expected a radius of at most 0.7 in a range of 0.2 .. 0.9, got 0.8",
+        ),
+        ({"eps": 256, "high": 255}, "eps: expected a radius of at most 255 in a range of 0 .. 255, got 256"),
+    ],
+)
+def test_a_radius_above_the_range_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        make("threat", {"threat": ThreatModel}, "threat", options)
+    assert str(refused.value) == words
+    with pytest.raises(ValueError, match="expected a radius of at most"):  # whoever writes Python is told as well
+        ThreatModel(**options)
+
+
+def test_a_radius_as_wide_as_the_range_is_none_too_many() -> None:
+    assert ThreatModel(eps=1).eps == 1
+    assert ThreatModel(eps=0.7, low=0.2, high=0.9).eps == 0.7  # 0.9 - 0.2 is a little less in floating point
+    assert ThreatModel(eps=0.9 - 0.2, low=0.2, high=0.9).eps == 0.9 - 0.2
+    assert ThreatModel(eps=8, high=255).eps == 8
+
+
+def test_a_radius_in_l2_and_l1_depends_on_the_shape() -> None:
+    shape = (3, 32, 32)
+    assert ThreatModel(norm="l2", eps=0.5).widest(shape) == pytest.approx(math.sqrt(3 * 32 * 32))
+    assert ThreatModel(norm="l1", eps=12, low=-1).widest(shape) == 2 * 3 * 32 * 32
+    assert ThreatModel(norm="l2", eps=55.4).too_wide(shape) is None
+    said = ThreatModel(norm="l2", eps=128).too_wide(shape)
+    assert said is not None
+    assert said.startswith("expected a radius of at most 55.4256 in a range of 0 .. 1 for images of shape (3, 32, 32)")
+    assert said.endswith("in l2, got 128; did you mean 128/255?")
+
+
+def test_a_schedule_may_look_beyond_the_range() -> None:
+    """A curve goes to where every image can become every other, and FAB draws from a ball of radius 1."""
+    wide = ThreatModel(eps=0.3, low=0.2, high=0.9).at(1.5)
+    assert (wide.norm, wide.eps, wide.low, wide.high) == ("linf", 1.5, 0.2, 0.9)
+    assert wide.at(0.3) == ThreatModel(eps=0.3, low=0.2, high=0.9)
+    for bad in (-0.1, math.nan, math.inf):
+        with pytest.raises(UserError, match="eps: expected a radius of at least 0, got"):
+            wide.at(bad)

@@ -16,9 +16,8 @@ from steelman import data
 from steelman import recipe as recipes
 from steelman.attacks import PGD
 from steelman.data import DATASETS, Dataset, NoAugment, Subset
-from steelman.data.source import ArraySource, batches
+from steelman.data.source import ArraySource, batches, first
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import evaluate
 from steelman.objectives import OBJECTIVES, Batch, Objective, Outcome
 from steelman.objectives.pgd_at import PGDAT
 from steelman.rng import Key
@@ -27,6 +26,7 @@ from steelman.threat import ThreatModel
 from steelman.training import OPTIMIZERS, Compute, Trainer, Validation, run
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_checkpoint
+from steelman.training.folder import load_model
 from tests.training_helpers import Made, a_net, a_trainer, metrics, newest, plain_trainer, same, some_data
 
 SCHEDULES_TRIED: dict[str, Any] = {
@@ -270,7 +270,7 @@ class Trap:
 
     def __init__(self, source: ArraySource, closed: bool = False) -> None:
         self._source, self.closed = source, closed
-        self.classes, self.shape = source.classes, source.shape
+        self.classes, self.shape, self.name, self.workers = source.classes, source.shape, "trap", 0
         self.trained: set[int] = set()
         self.watched: set[int] = set()
 
@@ -293,12 +293,13 @@ def test_the_test_set_is_not_read_before_evaluation(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(DATASETS, "trap", lambda: Dataset("trap", train, test))
     opened = []
 
-    def open_and_evaluate(*args: Any, **options: Any) -> Any:
+    def opening(*args: Any) -> Any:
+        assert (tmp_path / "run" / "model.json").exists(), "the weights are chosen before the test set is looked at"
         test.closed = False
         opened.append(True)
-        return evaluate(*args, **options)
+        return first(*args)
 
-    monkeypatch.setattr(run, "evaluate", open_and_evaluate)
+    monkeypatch.setattr(run, "first", opening)
     source = {
         "name": "trapped",
         "data": "trap",
@@ -307,7 +308,7 @@ def test_the_test_set_is_not_read_before_evaluation(tmp_path: Path, monkeypatch:
         "objective": "pgd-at",
         "training": {"epochs": 2, "batch_size": 8},
         "validation": {"size": 12},
-        "evaluation": {"attacks": {"fgsm": "fgsm"}},
+        "evaluation": {"suite": None, "attacks": {"fgsm": "fgsm"}},
         "compute": {"accelerator": "cpu"},
     }
     run.train(source, tmp_path / "run", console=Console(quiet=True))
@@ -316,8 +317,8 @@ def test_the_test_set_is_not_read_before_evaluation(tmp_path: Path, monkeypatch:
     held_out = set(validation.index.tolist())
     assert len(held_out) == 12
     assert train.trained == set(training.index.tolist()), "every training image is used, and none held out"
-    # Before training, four training images are tried on the model; with no key nothing else is.
-    assert train.watched - held_out <= set(training.index[:4].tolist())
+    # Before training, a few training images are tried on the model; with no key nothing else is.
+    assert train.watched - held_out <= set(training.index[:32].tolist())
     assert held_out <= train.watched
 
 
@@ -490,22 +491,22 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     )
     found = run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
     assert found is not None
-    assert found.total == 20
+    assert found.evaluation.total == 20
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"recipe.yaml", "environment.json", "metrics.jsonl", "model.safetensors", "model.json", "run.json"} <= names
-    assert {"report.html", "evaluation", "checkpoints"} <= names
+    assert {"report.html", "verdict", "checkpoints"} <= names
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "finished"
     best = max(metrics(tmp_path / "run"), key=lambda epoch: float(epoch["validation_robust"]))
     assert record["kept_epoch"] == best["epoch"]
-    model, described = run.load_model(tmp_path / "run")
+    model, described = load_model(tmp_path / "run")
     assert not model.training
     assert described["threat"]["eps"] == 0.15
     kept = load_checkpoint(checkpoint_path(tmp_path / "run", best["step"]))["model"]
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     source = Subset(data.load("digits").test, torch.arange(20))  # type: ignore[assignment]
     right = model(source.images(torch.arange(20))).argmax(dim=1) == source.labels  # type: ignore[attr-defined]
-    assert int(right.sum()) == found.score("clean").correct
+    assert int(right.sum()) == found.evaluation.score("clean").correct
 
 
 def test_a_recipe_made_in_python_is_kept_so_that_it_can_be_read_again(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from steelman import recipe as recipes
 from steelman.attacks import PGD, Attack
 from steelman.attacks import pgd as pgd_module
 from steelman.data import load
-from steelman.data.source import ArraySource
+from steelman.data.source import ArraySource, first
 from steelman.errors import UserError
 from steelman.evaluation.result import interval
 from steelman.evaluation.transfer import TRANSFER_ATTACKS, Cell, Transfer, transfer
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
 from steelman.training import run
+from steelman.training.folder import load_model
 from tests.oracles import rand, randn, red
 
 EPS: dict[Norm, float] = {"linf": 0.05, "l2": 0.15, "l1": 0.2}
@@ -195,10 +196,10 @@ class TestAnswers:
         assert transfer(models, None, data, threat, attack, batch_size=7).cells == whole.cells
         alone = transfer({"c": models["c"]}, {"b": models["b"]}, data, threat, attack)
         assert alone.cells == (whole.cell("c", "b"),)
-        first = transfer(models, None, ArraySource(*data), threat, attack, samples=10)
-        assert first.cells == transfer(models, None, (data[0][:10], data[1][:10]), threat, attack).cells
-        assert first.total == 10
-        assert transfer(models, None, data, threat, attack, samples=1000).total == N
+        some = transfer(models, None, first(ArraySource(*data), 10), threat, attack)
+        assert some.cells == transfer(models, None, (data[0][:10], data[1][:10]), threat, attack).cells
+        assert some.total == 10
+        assert transfer(models, None, first(ArraySource(*data), 1000), threat, attack).total == N
 
     def test_models_are_left_as_they_were(self) -> None:
         class Dropped(Plane):
@@ -301,13 +302,12 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"samples": 0}, "samples: expected at least 1, got 0"),
             ({"batch_size": 0}, "batch size of at least 1, got 0"),
             ({"threat": ThreatModel(eps=0)}, "eps: expected a radius above 0"),
             ({"threat": ThreatModel(eps=0.1, high=0.5)}, r"pixels in \[0, 0.5\]"),
             ({"data": (DATA[0], DATA[1] + 1)}, r"label 2 at index \d+, expected 0 .. 1"),
         ],
-        ids=["samples", "batch size", "eps", "range", "labels"],
+        ids=["batch size", "eps", "range", "labels"],
     )
     def test_what_cannot_be_scored(self, changes: dict[str, Any], message: str) -> None:
         given: dict[str, Any] = {"data": DATA, "threat": ThreatModel(eps=0.1), **changes}
@@ -335,9 +335,8 @@ def found() -> Transfer:
     return transfer(
         {"a": models["a"], "[red]": models["b"]},
         {"b": models["c"], "a": models["a"]},
-        labelled(models["a"]),
+        ArraySource(*labelled(models["a"]), name="toys"),
         ThreatModel(eps=0.05),
-        data_name="toys",
         seed=4,
     )
 
@@ -424,6 +423,7 @@ TINY = (
     "training.epochs=1",
     "validation.samples=20",
     "evaluation.samples=10",
+    "evaluation.suite=null",
     "evaluation.attacks={FGSM: fgsm}",
     "compute.accelerator=cpu",
     "model=tests.test_transfer:digits",
@@ -490,8 +490,8 @@ class TestCommand:
         assert (found.attack["steps"], found.attack["keep"]) == (20, "last")
         assert "transfer: here/transfer.json" in out
         assert "fooled" in out
-        models = {path.name: run.load_model(path)[0] for path in (one, two)}
-        again = transfer(models, None, load("digits").test, ThreatModel(eps=0.15), samples=30, seed=2)
+        models = {path.name: load_model(path)[0] for path in (one, two)}
+        again = transfer(models, None, first(load("digits").test, 30), ThreatModel(eps=0.15), seed=2)
         assert again.cells == found.cells
         assert found.cell("one", "one").correct < found.cell("one", "one").clean
 

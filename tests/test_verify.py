@@ -12,20 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.stages import Stage, Suite
-from steelman.evidence import bundle as bundles
-from steelman.evidence.bundle import DamagedError, read_bundle
-from steelman.evidence.ledger import ROBUST, WRONG
+from steelman.evidence.bundle import GALLERY, DamagedError, read_bundle
+from steelman.evidence.ledger import COLUMNS, ROBUST, WRONG
 from steelman.evidence.verify import MEASURED, verify
 from steelman.threat import ThreatModel
-from tests.evidence_helpers import EPS, FIRST, SUITE, Forged, N, Net, a_model, check, the_data
+from tests.evidence_helpers import EPS, FIRST, SUITE, Forged, N, Net, a_model, check, evaluate, the_data
 
 # What is true is accepted.
 
@@ -46,8 +44,7 @@ def test_a_true_bundle_is_accepted_with_and_without_model_and_data(bundle: Path)
 
 def test_what_is_not_evidence_may_lie_beside_it(bundle: Path) -> None:
     (bundle / "report.html").write_text("a page")
-    (bundle / "evaluation.json").unlink()
-    (bundle / "gallery.safetensors").unlink()
+    (bundle / "times.json").write_text("no evidence")
     check(bundle)
 
 
@@ -66,7 +63,7 @@ def test_a_bundle_of_a_protocol_and_of_a_float64_model(tmp_path: Path) -> None:
 
 
 def test_images_go_where_the_weights_are() -> None:
-    asked = sys.modules["steelman.evaluation.verify"]._Asked
+    asked = sys.modules["steelman.evidence.verify"]._Asked
     assert asked(nn.Linear(2, 2, device="meta"), None, 2).device.type == "meta"
     assert asked(nn.Linear(2, 2), None, 2).device.type == "cpu"
     assert asked(nn.Identity(), torch.device("meta"), 2).device.type == "meta"
@@ -107,17 +104,23 @@ def nudged(column: str) -> Callable[[Path], Any]:
     return lambda f: resave(f, "samples.safetensors", lambda t: nudge(t[column]))
 
 
+def shown(name: str) -> Callable[[Path], Any]:
+    return lambda f: resave(f, GALLERY, lambda t: nudge(t[name]))
+
+
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "pixel": lambda f: resave(f, FIRST, lambda t: nudge(t["images"])),
     "row": lambda f: resave(f, FIRST, lambda t: nudge(t["rows"])),
-    **{column: nudged(column) for column in bundles.COLUMNS},
-    "verdict": lambda f: edit(f, lambda r: r["verdict"].update(correct=r["verdict"]["correct"] + 1)),
+    **{column: nudged(column) for column in COLUMNS},
+    "verdict": lambda f: edit(f, lambda r: r["verdict"].update(complete=False)),
+    "curve": lambda f: edit(f, lambda r: r.update(curve=[{"eps": 9, "correct": N, "total": N}])),
+    "notes": lambda f: edit(f, lambda r: r.update(notes=["approved"])),
     "trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid")),
     "robust count": lambda f: edit(f, lambda r: r.update(robust_correct=r["robust_correct"] + 1)),
     "eps": lambda f: edit(f, lambda r: r["threat"].update(eps=0.06)),
     "seed": lambda f: edit(f, lambda r: r.update(seed=1)),
     "stage count": lambda f: edit(f, lambda r: r["stages"][0].update(broken=r["stages"][0]["broken"] + 1)),
-    "stage setting": lambda f: edit(f, lambda r: r["stages"][0]["settings"].update(steps=9)),
+    "stage setting": lambda f: edit(f, lambda r: r["suite"]["stages"][0]["attack"].update(steps=9)),
     "name": lambda f: edit(f, lambda r: r.update(model="better")),
     "seal": lambda f: edit(f, lambda r: r.update(seal="0" * 64)),
     "key removed": lambda f: edit(f, lambda r: r.pop("seed")),
@@ -128,26 +131,8 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
     "evidence removed": lambda f: (f / "evidence.json").unlink(),
     "images added": lambda f: shutil.copy(f / FIRST, f / "adversarial-0099.safetensors"),
     "files swapped": swap,
-    "copy: verdict": lambda f: edit(f, lambda r: r["verdict"].update(correct=N), "evaluation.json"),
-    "copy: trust": lambda f: edit(f, lambda r: r["verdict"].update(trust="invalid"), "evaluation.json"),
-    "copy: score": lambda f: edit(f, lambda r: r["scores"][-1].update(correct=N), "evaluation.json"),
-    "copy: stage score": lambda f: edit(f, lambda r: r["scores"][1].update(correct=N), "evaluation.json"),
-    "copy: total of a score": lambda f: edit(f, lambda r: r["scores"][-1].update(total=N + 1), "evaluation.json"),
-    "copy: name of a score": lambda f: edit(f, lambda r: r["scores"][1].update(name="AutoAttack"), "evaluation.json"),
-    "copy: settings": lambda f: edit(f, lambda r: r["scores"][1]["settings"].update(steps=10_000), "evaluation.json"),
-    "copy: attack of the curve": lambda f: edit(f, lambda r: r.update(curve_attack="PGD-10000"), "evaluation.json"),
-    "copy: eps": lambda f: edit(f, lambda r: r.update(eps=0.06), "evaluation.json"),
-    "copy: confusion": lambda f: edit(f, lambda r: r["confusion"][0].reverse(), "evaluation.json"),
-    "copy: curve": lambda f: edit(
-        f, lambda r: r.update(curve=[{"eps": 9, "correct": N, "total": N}]), "evaluation.json"
-    ),
-    "copy: right": lambda f: edit(f, lambda r: r.update(right=[N, 0, 0]), "evaluation.json"),
-    "copy: margins": lambda f: edit(f, lambda r: r["margins"].pop(), "evaluation.json"),
-    "copy: notes": lambda f: edit(f, lambda r: r.update(notes=["approved"]), "evaluation.json"),
-    "copy: shown label": lambda f: edit(f, lambda r: r["gallery"][0].update(label=2), "evaluation.json"),
-    "copy: shown pixel": lambda f: resave(f, "gallery.safetensors", lambda t: nudge(t["adversarial"])),
-    "copy: not json": lambda f: (f / "evaluation.json").write_text("{"),
-    "copy: not a record": lambda f: (f / "evaluation.json").write_text("{}"),
+    **{f"gallery: {name}": shown(name) for name in ("rows", "tried", "clean", "adversarial")},
+    "gallery removed": lambda f: (f / GALLERY).unlink(),
 }
 
 
@@ -325,7 +310,7 @@ PLANS: dict[str, tuple[Callable[[Forged], Any], str]] = {
     "escalated for nothing": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
     "a flag without consequence": (unheeded, "escalated without a flag, or not in spite of one"),
     "a silent sentinel": (
-        lambda f: f.record["suite"]["stages"][2].update(sentinel=True),
+        lambda f: f.record["suite"]["stages"][2].update(role="sentinel"),
         "the sentinel broke .* samples",
     ),
     "sound, not complete": (lambda f: f.record["verdict"].update(complete=False, trust="sound"), "not complete"),
@@ -358,12 +343,61 @@ def test_flags_that_follow_from_stages_and_curve_are_what_follows(tmp_path: Path
             verify(out)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.reshape(-1, 1, 2, 8), lambda x: x.view(torch.int32)])
-def test_pictures_of_another_shape_or_type_are_other_pictures(bundle: Path, change: Callable[[Tensor], Tensor]) -> None:
-    path = bundle / "gallery.safetensors"
-    path.write_bytes(save({name: change(images) for name, images in load_file(path).items()}))
-    with pytest.raises(DamagedError, match="gallery"):
-        verify(bundle)
+def repaint(f: Forged, name: str, by: float = 1 / 255) -> None:
+    """Another pixel in the first picture."""
+    picture = f.gallery[name][0]
+    picture[0, 0, 0] += by if float(picture[0, 0, 0]) < 0.5 else -by
+
+
+def show(f: Forged, row: int) -> None:
+    f.gallery["rows"][:] = torch.tensor([row, row + 1])
+
+
+PICTURES: dict[str, tuple[Callable[[Forged], Any], str]] = {
+    "a clean pixel": (lambda f: repaint(f, "clean"), "shown by another clean image"),
+    "far away": (lambda f: repaint(f, "adversarial", 0.4), "outside the threat model"),
+    "beyond the range": (lambda f: f.gallery["adversarial"][0].fill_(1.5), "leave the range"),
+    "NaN": (lambda f: f.gallery["clean"][0].fill_(float("nan")), "leave the range"),
+    "another stage": (lambda f: f.gallery["tried"].fill_(3), "broken by another stage"),
+    "a stage that is none": (lambda f: f.gallery["tried"].fill_(77), "a stage that the suite does not have"),
+    "a sample that is wrong": (lambda f: show(f, f.row(WRONG)), "wrong without any attack"),
+    "another sample": (lambda f: show(f, f.row(ROBUST)), "shown by another clean image"),
+    "rows beyond": (lambda f: f.gallery["rows"].add_(N), "rising rows"),
+    "rows twice": (lambda f: f.gallery["rows"].fill_(1), "rising rows"),
+    "another shape": (lambda f: f.gallery.update(clean=f.gallery["clean"].reshape(-1, 1, 2, 8)), "type and shape"),
+    "another type": (lambda f: f.gallery.update(clean=f.gallery["clean"].view(torch.int32)), "float32 or float64"),
+    "no stages": (lambda f: f.gallery.pop("tried"), "expected rows, tried, clean and adversarial"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_of_the_samples(bundle: Path, name: str) -> None:
+    rejected(bundle, *PICTURES[name], by=verify)
+
+
+def test_a_picture_of_a_broken_sample_is_the_image_that_broke_it(tmp_path: Path) -> None:
+    suite = Suite(name="one", stages=SUITE.stages[:1])
+    evaluate(a_model(), the_data(), None, ThreatModel(eps=EPS), suite, out=tmp_path, curve=False, gallery=N)
+    forged = Forged(tmp_path)
+    broken_by = forged.samples["broken_by"][forged.gallery["rows"]]
+    assert {ROBUST, 0} == set(broken_by.tolist())
+    verify(tmp_path)
+    check(tmp_path)
+    at = int((broken_by == 0).nonzero()[0])
+    forged.gallery["adversarial"][at] = forged.gallery["clean"][at]
+    forged.write()
+    with pytest.raises(DamagedError, match="shown by another adversarial image than its own"):
+        verify(tmp_path)
+    # Of a robust sample only the model can tell: the image is where it came nearest to being wrong.
+    forged = Forged(tmp_path)
+    forged.gallery["adversarial"][at] = forged.shards[FIRST]["images"][0]
+    assert int(forged.shards[FIRST]["rows"][0]) == int(forged.gallery["rows"][at])
+    at = int((broken_by == ROBUST).nonzero()[0])
+    forged.gallery["adversarial"][at] = forged.gallery["clean"][at]
+    forged.write()
+    verify(tmp_path)
+    with pytest.raises(DamagedError, match="of the gallery's samples"):
+        check(tmp_path)
 
 
 def test_every_cascade_measures_the_flags_that_are_asked_for(original: Path) -> None:
@@ -399,10 +433,11 @@ def test_what_cannot_be_noticed_without_attacking(bundle: Path) -> None:
     forged.samples["margin"][row] = forged.samples["lead"][row] = 0.0
     assert int(logits.argmax()) == int(forged.samples["label"][row])
     forged.drop(row)
+    forged.hide(row)
     forged.recount()
     forged.write()
     assert check(bundle).broken == int((forged.samples["broken_by"] >= 0).sum())
-    said = sys.modules["steelman.evaluation.verify"].__doc__ or ""
+    said = sys.modules["steelman.evidence.verify"].__doc__ or ""
     assert "cannot be shown without attacking" in said
 
 
@@ -435,25 +470,20 @@ def reshape(f: Forged, name: str, shape: tuple[int, ...]) -> None:
 INCONSISTENT: dict[str, tuple[Callable[[Forged], Any], str]] = {
     "robust count": (lambda f: f.record.update(robust_correct=N), "robust_correct is"),
     "clean count": (lambda f: f.record.update(clean_correct=N), "clean_correct is"),
-    "verdict": (lambda f: f.record["verdict"].update(correct=N), "the verdict's counts"),
-    "verdict of fewer": (lambda f: f.record["verdict"].update(total=N - 1), "the verdict's counts"),
     "broken by a stage": (stage("broken", 1), "do not add up"),
     "left by a stage": (stage("left", 1), "do not add up"),
     "attacked": (stage("attacked", N), "do not add up"),
     "forwards": (stage("forwards", -1), "forwards, and the samples"),
     "backwards": (stage("backwards", 1), "backwards, and the samples"),
     "passes of a sample": (lambda f: first(f, "passes", 10**6), "passes cannot be"),
-    "settings of a stage": (lambda f: f.record["stages"][0]["settings"].update(steps=99), "had other settings"),
     "name of a stage": (lambda f: f.record["stages"][0].update(name="strong"), "is not a stage of the suite"),
     "order of stages": (lambda f: f.record["stages"].reverse(), "not in its place|do not add up"),
     "a stage that did not run": (lambda f: f.record["stages"].pop(), "did not run|forwards"),
     "escalated": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
-    "a protocol": (lambda f: f.record["verdict"].update(protocol=True), "of a protocol"),
-    "right by class": (lambda f: f.record["right"].reverse(), "right"),
-    "name of the suite": (lambda f: f.record["verdict"].update(suite="full"), "the verdict is of suite"),
     "a flag ignored": (flagged, "in spite of the flag"),
     "a flag lowered": (lambda f: flagged(f, raised=False), "against its own figure"),
-    "confusion": (lambda f: f.record["confusion"][0].reverse(), "confusion"),
+    "a claim that nobody knows": (lambda f: f.record["verdict"].update(correct=N), r"verdict\.correct: extra"),
+    "a curve of more": (lambda f: f.record.update(curve=[{"eps": 1, "correct": 2, "total": 1}]), "the curve counts 2"),
     "digest of the data": (lambda f: f.record.update(data_digest="0" * 64), "data_digest"),
     "an image too many": (lambda f: f.add(f.row(ROBUST), f.shards[FIRST]["images"][0]), "not claimed to be broken"),
     "an image too few": (lambda f: f.drop(int(f.shards[FIRST]["rows"][0])), "no adversarial image"),

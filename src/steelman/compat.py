@@ -24,9 +24,9 @@ from steelman.data.source import ArraySource
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import ContractError, as_model, predictions
 from steelman.evaluation.evaluate import evaluate
-from steelman.evaluation.result import Evaluation
+from steelman.evaluation.result import Evaluation, seconds_of
 from steelman.evaluation.stages import Stage, Suite, describe, protocol
-from steelman.evidence.bundle import Bundle, data_digest, read_bundle, weights_digest
+from steelman.evidence.bundle import Bundle, data_digest, device_of, finished, read_bundle, weights_digest
 from steelman.evidence.ledger import digests
 from steelman.evidence.verify import verify
 from steelman.settings import make
@@ -135,15 +135,16 @@ class AutoAttack:
         return_labels: bool = False,
         state_path: str | Path | None = None,
     ) -> Any:
-        """Each attack on the samples that the ones before left: the images, changed where the model fell.
+        """Each attack on the samples that the ones before left: the images, changed where the model is broken.
 
         With `return_labels` also what the model says of them. A run with a `state_path` that was interrupted goes on
         when it is called again, and one that was done is read.
         """
         stages = tuple(Stage(name=LABELS[name], attack=attack) for name, attack in self._attacks().items())
         self._say(f"AutoAttack {self.version} on steelman: {', '.join(self.attacks_to_run)}")
-        suite, whole = Suite(name=f"AutoAttack {self.version}", stages=stages), self.version in ("standard", "plus")
-        x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, state_path, curve=whole)
+        whole = self.version in ("standard", "plus")
+        suite = Suite(name=f"AutoAttack {self.version}", stages=stages, curve=whole)
+        x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, state_path)
         self._tell(found, x_adv, x_orig)
         return (x_adv, y_adv) if return_labels else x_adv
 
@@ -155,8 +156,8 @@ class AutoAttack:
         self._say(f"AutoAttack {self.version} on steelman, each by itself: {', '.join(attacks)}")
         answers: dict[str, Any] = {}
         for name, attack in attacks.items():
-            started, suite = time.perf_counter(), protocol({LABELS[name]: attack}, f"AutoAttack {name}")
-            x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, None, curve=False)
+            started, suite = time.perf_counter(), protocol({LABELS[name]: attack}, f"AutoAttack {name}", curve=False)
+            x_adv, y_adv, found = self._run(x_orig, y_orig, bs, suite, None)
             answers[name] = (x_adv, y_adv) if return_labels else x_adv
             robust, seconds = found.score("worst case").accuracy, time.perf_counter() - started
             self._say(f"robust accuracy by {name.upper()}: {robust:.2%} ({seconds:.1f} s)")
@@ -193,23 +194,21 @@ class AutoAttack:
         return found
 
     def _run(
-        self, x: Tensor, y: Tensor, bs: int, suite: Suite, state_path: str | Path | None, *, curve: bool
+        self, x: Tensor, y: Tensor, bs: int, suite: Suite, state_path: str | Path | None
     ) -> tuple[Tensor, Tensor, Evaluation]:
         """What a suite leaves of the images: (images, predictions, the evaluation)."""
         source, (model, device) = _Images(x, y), self._model(x)
         if bs < 1 or not self.epsilon > 0:
             raise UserError(f"expected bs of at least 1 and eps above 0, got {bs} and {self.epsilon}")
         threat, seed = ThreatModel(norm=NORMS[self.norm], eps=self.epsilon), self.get_seed()
-        how: dict[str, Any] = {"batch_size": bs, "seed": seed, "curve": curve, "device": device}
         with tempfile.TemporaryDirectory(prefix="steelman-") as scratch:
             out = Path(scratch if state_path is None else state_path)
             if out.is_file():
                 raise UserError(f"state_path: expected a folder, new or of a run before, got the file {out}")
-            # The folder of a run's batches goes last: while it is there, the run is not done.
-            done = (out / "evidence.json").exists() and not (out / "work").exists()
+            done = finished(out)
             try:
                 if not done:
-                    evaluate(model, source, None, threat, suite, out=out, **how)
+                    evaluate(model, source, None, threat, suite, out=out, batch_size=bs, seed=seed)
             except ContractError as error:
                 if error.reason == "random":
                     error.args = (f"{error}; here, that is version='rand'",)
@@ -225,29 +224,31 @@ class AutoAttack:
             x_adv = x.detach().to(as_model(model, torch.zeros(1), torch.device("cpu")).dtype).clone()
             for rows, images in bundle.images():
                 x_adv[rows.to(x.device)] = images.to(x_adv)
-        fallen = bundle.samples["broken_by"] >= 0
-        said = torch.where(fallen, bundle.samples["guess"], bundle.samples["clean"])
+        broken = bundle.samples["broken_by"] >= 0
+        said = torch.where(broken, bundle.samples["guess"], bundle.samples["clean"])
         return x_adv, said.to(y), found
 
     def _model(self, x: Tensor) -> tuple[nn.Module, torch.device]:
         """The model and where it is; without a place of its own, `device`, or that of the images."""
         model = self.model if isinstance(self.model, nn.Module) else _Function(self.model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            return model, tensor.device
+        if any(True for _ in (*model.parameters(), *model.buffers())):
+            return model, device_of(model)
         try:
             asked = torch.device(self.device)
         except RuntimeError:
             raise UserError(f"device: expected one such as 'cpu' or 'cuda:0', got {self.device!r}") from None
-        return model, x.device if asked.type == "cuda" and not torch.cuda.is_available() else asked
+        place = x.device if asked.type == "cuda" and not torch.cuda.is_available() else asked
+        return _Function(self.model, place), place
 
     def _tell(self, found: Evaluation, x_adv: Tensor, x: Tensor) -> None:
         """A run in a few lines."""
-        verdict, seconds = found.verdict, 0.0
+        verdict = found.verdict
         assert verdict is not None
         self._say(f"initial accuracy: {found.score('clean').accuracy:.2%}")
-        for stage in found.stages:
-            seconds += stage.seconds
-            left, how = stage.left / found.total, f"{stage.broken} of {stage.attacked} broken, {seconds:.1f} s in all"
+        for number, stage in enumerate(found.stages, 1):
+            left, how = stage.left / found.total, f"{stage.broken} of {stage.attacked} broken"
+            if (seconds := seconds_of(found.stages[:number])) is not None:
+                how += f", {seconds:.1f} s in all"
             self._say(f"robust accuracy after {stage.name.upper()}: {left:.2%} ({how})")
         size = float(norms(x_adv.double() - x.double(), ORDER[NORMS[self.norm]]).max())
         low, high = (float(value) for value in x_adv.aminmax())
@@ -281,12 +282,15 @@ class AutoAttack:
 class _Function(nn.Module):
     """A function as a model; of a model's method, the model comes with it."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], place: torch.device | None = None) -> None:
         super().__init__()
         if not callable(function):
             raise UserError(f"model: expected a module or a function from images to logits, got {function!r}")
         self.function, self.owner = function, getattr(function, "__self__", None)
-        self.training = isinstance(self.owner, nn.Module) and self.owner.training
+        inner = function if isinstance(function, nn.Module) else self.owner
+        self.training = isinstance(inner, nn.Module) and inner.training
+        if place is not None:  # a model is where its tensors are; an empty one is enough, and is no part of the weights
+            self.register_buffer("place", torch.empty(0, device=place), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -312,7 +316,7 @@ def _check_same(
     record, every = bundle.record, torch.arange(len(source))
     stages = [(stage.name, describe(stage.attack)) for stage in suite.stages]
     wanted = {
-        "attacks": (stages, [(stage["name"], stage["settings"]) for stage in record["stages"]]),
+        "attacks": (stages, [(stage["name"], stage["attack"]) for stage in record["suite"]["stages"]]),
         "threat model": (dataclasses.asdict(threat), record["threat"]),
         "seed": (seed, record["seed"]),
         "weights": (weights_digest(model), record["weights"]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -188,29 +189,42 @@ def with_margin(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
     return logits if head is None else head.with_margin(logits, y)
 
 
-def embed(model: nn.Module, head: str = "he", *, layer: str | None = None, **options: Any) -> nn.Module:
-    """Put a head on any model in place of its last linear layer, keeping that layer's weights; the model is changed.
+def embed(
+    model: nn.Module, head: str = "he", *, layer: str | None = None, copy: bool = False, **options: Any
+) -> nn.Module:
+    """Put a head on any model in place of its last linear layer, or of the head it has, keeping that layer's weights.
+
+    This changes the model itself, and returns it. With ``copy=True`` the model stays as it is: a deep copy gets the
+    head, and is returned.
 
     Arguments: `layer` is the dotted name of the layer to replace, for models whose classifier is not the last
-    ``nn.Linear`` they define; `options` go to the head (scale, margin).
+    ``nn.Linear`` they define; `copy` as above; `options` go to the head (scale, margin).
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> type(embed(net, copy=True)[-1]).__name__, type(net[-1]).__name__
+    ('Head', 'Linear')
     >>> embed(net, scale=10)(torch.rand(2, 1, 2, 2)).abs().max() <= 10
     tensor(True)
+    >>> type(net[-1]).__name__
+    'Head'
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Head)}
     if not layers:
         raise UserError(
             f"embed: expected a model with a linear layer to replace, got {type(model).__name__} without one"
         )
-    if layer is None:
-        layer = list(layers)[-1]
+    if layer is None:  # a head that is there already is what a new one replaces
+        heads = [name for name, module in layers.items() if isinstance(module, Head)]
+        layer = heads[-1] if heads else list(layers)[-1]
     if layer not in layers:
         raise UserError(f"embed: {layer!r} is not a linear layer of the model; choices: {', '.join(layers)}")
     if layer == "":
         raise UserError("embed: the model is itself one linear layer; wrap it, for example in nn.Sequential")
-    old = layers[layer]
-    new = build_head(head, old.in_features, old.out_features, **options)
+    model = deepcopy(model) if copy else model
+    old = model.get_submodule(layer)
+    assert isinstance(old, nn.Linear | Head)  # one of the layers above, or its copy
+    classes, features = old.weight.shape
+    new = build_head(head, features, classes, **options)
     with torch.no_grad():
         new.weight.copy_(old.weight)
         if new.bias is not None:

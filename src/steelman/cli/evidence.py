@@ -14,6 +14,8 @@ from steelman.cli.listing import console, print_table
 from steelman.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from steelman.data import Dataset
     from steelman.evidence.compare import Comparison
 
@@ -32,10 +34,13 @@ def _say(text: str) -> None:
 
 @app.command()
 def verify(
-    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, with its evidence.json.")],
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or a run's for its own verdict.")],
     model: Annotated[
         str | None,
-        typer.Option(help="The model: a run's folder; or a name or package.module:factory, with --weights."),
+        typer.Option(
+            help="The model: a run's folder; or a name or package.module:factory, with --weights. By default that of "
+            "the run whose folder is given."
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
@@ -57,13 +62,17 @@ def verify(
     import torch
 
     from steelman.cli.subjects import subject
-    from steelman.evidence.bundle import DamagedError
+    from steelman.evidence.bundle import DamagedError, bundle_at
     from steelman.evidence.verify import verify as check
 
     if model is None and (weights or layout or option or head != "linear"):
         raise UserError("--weights, --layout, --head and --option: expected --model with them")
-    net, dataset = None, None
-    if model is None:
+    place, missing = bundle_at(bundle), ""
+    net: nn.Module | None = None
+    dataset: Dataset | None = None
+    if model is None and (bundle / "model.json").is_file():
+        net, dataset, missing = _own(bundle, data, root)
+    elif model is None:
         dataset = _dataset(data, root)
     else:
         asked = subject(model, data=data, root=root, weights=weights, layout=layout, head=head, options=option or [])
@@ -71,7 +80,7 @@ def verify(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = check(
-            bundle,
+            place,
             model=net.to(device) if net is not None else None,
             source=dataset.test if dataset is not None else None,
             device=device,
@@ -82,21 +91,37 @@ def verify(
         f"that nothing was changed since it was sealed, and that the counts of {found.samples} samples are right",
         f"that there is an image for each of the {found.broken} broken ones, inside the range",
     ]
-    left = [f"whether an attack would break one of the {found.robust} that withstood: only an attack can tell"]
+    left = [f"whether an attack would break one of the {found.robust} robust samples: only an attack can tell"]
     (done if found.data else left).append(
         "that the data are those that were evaluated, and each image is within the radius of its clean one"
-        + ("" if found.data else ": give --data")
+        + ("" if found.data else f": {missing or 'give --data'}")
     )
     (done if found.model else left).append(
         "that the weights are those that were evaluated, and the model answers each image as claimed"
-        + ("" if found.model else ": give --model")
+        + ("" if found.model else f": {missing or 'give --model'}")
     )
-    _say(f"accepted: {bundle}, seal {found.seal}")
+    _say(f"accepted: {place}, seal {found.seal}")
     for word, what in (("checked", done), ("not checked", left)):
         for one in what:
             _say(f"  {word}: {one}")
     if found.rounded is not None:
         _say(f"  {found.rounded} of the {found.broken} images still fool the model when they are rounded to 8 bits")
+
+
+def _own(run: Path, data: str | None, root: Path | None) -> tuple[nn.Module | None, Dataset | None, str]:
+    """A run's model and its data; neither, and why, if the data are not on this machine, or the model is code that no
+    folder holds."""
+    from steelman.cli.subjects import subject
+    from steelman.training.folder import read_model
+
+    read_model(run)  # damaged weights are no reason to check less
+    try:
+        asked = subject(str(run), data=data, root=root, weights=None, layout=None, head="linear", options=[])
+        return *asked.load(), ""
+    except UserError as error:
+        if data is not None or root is not None:  # then the user asked for them
+            raise
+        return None, None, str(error)
 
 
 def _dataset(data: str | None, root: Path | None) -> Dataset | None:
@@ -113,7 +138,10 @@ def _dataset(data: str | None, root: Path | None) -> Dataset | None:
 
 @app.command()
 def compare(
-    bundles: Annotated[list[str], typer.Argument(help="Folders of evaluations. NAME=FOLDER names one.")],
+    bundles: Annotated[
+        list[str],
+        typer.Argument(help="Folders of evaluations, or runs' for their own verdicts. NAME=FOLDER names one."),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="The page, or a folder for report.html; by default in runs/comparisons.")
     ] = None,
@@ -122,7 +150,7 @@ def compare(
 
     The test is McNemar's, exact; with more than one pair, p is corrected by Holm's method.
 
-    Example: steelman compare pgd=runs/mine/evaluations/linf-0.3 trades=runs/theirs/evaluations/linf-0.3
+    Example: steelman compare pgd=runs/mine trades=runs/theirs
     """
     from steelman.cli.subjects import free_name
     from steelman.evaluation.result import Evaluation
@@ -180,7 +208,7 @@ def _print_comparison(found: Comparison) -> None:
                 accuracy(model.clean),
                 accuracy(model.robust),
                 str(model.robust.total),
-                model.standing,
+                model.word,
                 model.suite,
             )
             for model in found.models
@@ -207,7 +235,7 @@ def _print_comparison(found: Comparison) -> None:
 
 @app.command()
 def gate(
-    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, with its evidence.json.")],
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or a run's for its own verdict.")],
     min_robust: Annotated[
         float, typer.Option(help="What the lower end of the 95% interval of robust accuracy must reach, 0 .. 1.")
     ],
@@ -232,8 +260,6 @@ def gate(
     check(bundle)
     record = read_bundle(bundle).record
     verdict = record["verdict"]
-    if verdict is None:
-        raise UserError(f"{bundle}: expected evidence with a verdict, this has none")
     reasons = []
     for what, least in (("robust", min_robust), ("clean", min_clean)):
         low, high = interval(record[f"{what}_correct"], record["total"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from glob import escape
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +26,37 @@ class Kind(StrEnum):
     models = "models"
     heads = "heads"
     datasets = "datasets"
+    augmentations = "augmentations"
+    optimizers = "optimizers"
     schedules = "schedules"
     losses = "losses"
+    activations = "activations"
     recipes = "recipes"
+
+
+# What the shell completes. Spelt out here, for the registries need torch, which takes a second to import.
+FETCHABLE = ("cifar10", "cifar100", "fashion-mnist", "mnist")
+SUITES = ("fast", "full", "he-adaptive", "he-blackbox", "he-whitebox", "llr", "pas", "rat", "standard")
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Built-in recipes, and YAML files and folders that begin so."""
+    from steelman.recipe_files import recipes
+
+    places = sorted(Path().glob(f"{escape(incomplete)}*")) if not incomplete.startswith(("/", "~")) else []
+    files = [str(path) for path in places if path.suffix in (".yaml", ".yml")]
+    folders = [f"{path}/" for path in places if path.is_dir() and not path.name.startswith(".")]
+    return [name for name in recipes() if name.startswith(incomplete)] + files + folders
+
+
+def complete_fetchable(incomplete: str) -> list[str]:
+    """Datasets that can be fetched."""
+    return [name for name in FETCHABLE if name.startswith(incomplete)]
+
+
+def complete_suite(incomplete: str) -> list[str]:
+    """Suites."""
+    return [name for name in SUITES if name.startswith(incomplete)]
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -39,34 +69,43 @@ def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
     console.print(table)
 
 
-def print_list(kind: Kind) -> None:
-    """One registry: names, what each is, and the options it takes."""
-    if kind is Kind.recipes:
-        _print_recipes()
-        return
+def registries() -> dict[Kind, dict[str, Any]]:
+    """Every registry that can be listed. Recipes are files, and in none."""
     from steelman.attacks import ATTACKS
-    from steelman.data import DATASETS
+    from steelman.data import AUGMENTATIONS, DATASETS
     from steelman.evaluation.suites import SUITES
     from steelman.heads import HEADS
     from steelman.losses import LOSSES
-    from steelman.models import MODELS
+    from steelman.models import ACTIVATIONS, MODELS
     from steelman.objectives import OBJECTIVES
     from steelman.schedules import SCHEDULES
-    from steelman.settings import summary_of
+    from steelman.training import OPTIMIZERS
 
-    registries: dict[Kind, dict[str, Any]] = {
+    return {
         Kind.attacks: ATTACKS,
         Kind.suites: SUITES,
         Kind.objectives: OBJECTIVES,
         Kind.models: MODELS,
         Kind.heads: HEADS,
         Kind.datasets: DATASETS,
+        Kind.augmentations: AUGMENTATIONS,
+        Kind.optimizers: OPTIMIZERS,
         Kind.schedules: SCHEDULES,
         Kind.losses: {name: loss.function for name, loss in LOSSES.items()},
+        Kind.activations: ACTIVATIONS,
     }
-    entries = registries[kind].items()
+
+
+def print_list(kind: Kind) -> None:
+    """One registry: names, what each is, and the options it takes."""
+    if kind is Kind.recipes:
+        _print_recipes()
+        return
+    from steelman.settings import summary_of
+
+    entries = registries()[kind].items()
     one = "loss" if kind is Kind.losses else kind.value.removesuffix("s")
-    if kind in (Kind.losses, Kind.suites):
+    if kind in (Kind.losses, Kind.suites, Kind.activations):
         print_table((one, "what it is"), [(name, summary_of(entry)) for name, entry in entries])
         return
     hidden = {"input_shape", "features", "num_classes", "guides"}

@@ -25,16 +25,18 @@ from steelman.cli.subjects import (
     threat_agreed,
     threat_from,
 )
+from steelman.data.source import first
 from steelman.errors import UserError
 from steelman.evaluation.checks import check_radius
 from steelman.evaluation.evaluate import evaluate, versions
-from steelman.evaluation.result import Evaluation
-from steelman.evaluation.stages import Suite, protocol
-from steelman.evaluation.suites import suite_named
+from steelman.evaluation.progress import showing
+from steelman.evaluation.result import Evaluation, seconds_of
+from steelman.evaluation.stages import Suite
+from steelman.evaluation.suites import suite_of
 from steelman.evaluation.transfer import Transfer, transfer
-from steelman.evidence.bundle import read_bundle, weights_digest
+from steelman.evidence.bundle import finished, read_bundle, weights_digest
 from steelman.evidence.verify import verify
-from steelman.report import Entry, html, tables
+from steelman.report import Entry, html, tables, text
 from steelman.settings import name_and_options, options_of
 
 
@@ -56,6 +58,7 @@ def measure(
     batch_size: int,
     seed: int,
     precision: str = "auto",
+    more_outputs: bool = False,
     workers: int,
     out: Path | None,
     console: Console,
@@ -67,12 +70,14 @@ def measure(
     asked = subject(target, data=data, root=root, weights=weights, layout=layout, head=head, options=options)
     threat = threat_from(asked.described.get("threat"), norm, eps)
     check_radius(threat)
-    chosen = protocol(given) if given else suite_named(suite or "standard", threat)
+    chosen = suite_of(given or suite or "standard", threat, precision=precision, more_outputs=more_outputs)
     model, dataset = asked.load()
+    source = first(dataset.test, samples)
+    source.workers = workers
     settings: dict[str, Any] = {
         "model": asked.name,
-        "data": f"{dataset.name} test",
-        "total": len(dataset.test) if samples is None else min(samples, len(dataset.test)),
+        "data": source.name,
+        "total": len(source),
         "seed": seed,
         "batch_size": batch_size,
         "threat": dataclasses.asdict(threat),
@@ -81,33 +86,28 @@ def measure(
     }
     base = (Path(target) if asked.described else Path("runs")) / "evaluations" / f"{threat.norm}-{threat.eps:.4g}"
     place = _place(out, base, settings, chosen)
-    unwritten, begun = (place / "evidence.json").exists(), (place / "work").exists()
+    done, begun = finished(place), (place / "work").exists()
     before = "begun before; going on where it stopped" if begun else "finished before, but for its page"
-    console.print(f"evidence: {place}{f' ({before})' if begun or unwritten else ''}", highlight=False, soft_wrap=True)
+    console.print(f"evidence: {place}{f' ({before})' if begun or done else ''}", highlight=False, soft_wrap=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if unwritten and not begun:
+        if done:
             verify(place)
             found = Evaluation.load(place)
         else:
-            found = evaluate(
-                model.to(device),
-                dataset.test,
-                None,
-                threat,
-                chosen,
-                name=asked.name,
-                data_name=settings["data"],
-                samples=samples,
-                batch_size=batch_size,
-                seed=seed,
-                precision=precision,
-                minutes=minutes,
-                out=place,
-                workers=workers,
-                device=device,
-                console=console,
-            )
+            with showing(console):
+                found = evaluate(
+                    model.to(device),
+                    source,
+                    None,
+                    threat,
+                    chosen,
+                    out=place,
+                    name=asked.name,
+                    seed=seed,
+                    minutes=minutes,
+                    batch_size=batch_size,
+                )
     except KeyboardInterrupt:
         console.print(f"what is finished is kept in {place}; the same command goes on from there", soft_wrap=True)
         raise
@@ -132,25 +132,34 @@ def stages_table(found: Evaluation) -> Table:
     for column in ("attacked", "broke", "left", "F", "B", "seconds"):
         table.add_column(column, justify="right")
 
-    def row(name: str, counts: Sequence[int | str], n: int, forwards: int, backwards: int, seconds: float) -> None:
+    def row(
+        name: str, counts: Sequence[int | str], n: int, forwards: int, backwards: int, seconds: float | None
+    ) -> None:
         passes = (f"{count / n:,.1f}" if n else "-" for count in (forwards, backwards))
-        table.add_row(Text(name), *map(str, counts), *passes, f"{seconds:.1f}")
+        table.add_row(Text(name), *map(str, counts), *passes, text.seconds(seconds))
 
     for one in found.stages:
         counts = (one.attacked, one.broken, one.left)
         row(one.name, counts, one.attacked, one.forwards, one.backwards, one.seconds)
     if found.stages:
         table.add_section()
-        spent = (sum(getattr(one, key) for one in found.stages) for key in ("forwards", "backwards", "seconds"))
+        forwards, backwards = (sum(getattr(one, key) for one in found.stages) for key in ("forwards", "backwards"))
         clean, worst = found.score("clean"), found.score("worst case")
-        row("all", (clean.correct, clean.correct - worst.correct, worst.correct), found.total, *spent)
+        row(
+            "all",
+            (clean.correct, clean.correct - worst.correct, worst.correct),
+            found.total,
+            forwards,
+            backwards,
+            seconds_of(found.stages),
+        )
     return table
 
 
 def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Suite) -> Path:
     """Where the evidence goes: `out`; or by default where these settings were begun before; or a name still free."""
     if out is not None:
-        taken = [name for name in ("report.html", "evidence.json", "evaluation.json") if (out / name).exists()]
+        taken = [name for name in ("report.html", "evidence.json") if (out / name).exists()]
         if taken and not (out / "work").exists() and not _begun(out, settings, chosen):
             raise UserError(f"--out: {out} already holds a report ({taken[0]}); choose another folder, or delete it")
         return out
@@ -164,11 +173,11 @@ def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Su
 def _begun(place: Path, settings: Mapping[str, Any], chosen: Suite) -> bool:
     """Whether `place` holds an evaluation of these settings that was interrupted, if only before its page was written;
     going on looks closer."""
-    finished = (place / "evidence.json").exists() and not (place / "work").exists()
-    if finished and (place / "report.html").exists():
+    done = finished(place)
+    if done and (place / "report.html").exists():
         return False
     try:
-        kept = json.loads((place / ("evidence.json" if finished else "work/run.json")).read_text())
+        kept = json.loads((place / ("evidence.json" if done else "work/run.json")).read_text())
         stages = [stage["name"] for stage in kept["suite"]["stages"]]
     except (OSError, ValueError, LookupError, TypeError):
         return False
@@ -212,20 +221,18 @@ def cross(
     where = {**(kept[0] if kept and all(one == kept[0] for one in kept) else {}), **where}
     dataset = datasets.load(name, **{**where, **({"root": root} if root else {})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = transfer(
-        {name: loaded[name][0].to(device) for name in sources},
-        {name: loaded[name][0].to(device) for name in targets},
-        dataset.test,
-        threat,
-        chosen,
-        data_name=f"{dataset.name} test",
-        samples=samples,
-        batch_size=batch_size,
-        seed=seed,
-        workers=workers,
-        device=device,
-        console=console,
-    )
+    source = first(dataset.test, samples)
+    source.workers = workers
+    with showing(console):
+        found = transfer(
+            {name: loaded[name][0].to(device) for name in sources},
+            {name: loaded[name][0].to(device) for name in targets},
+            source,
+            threat,
+            chosen,
+            batch_size=batch_size,
+            seed=seed,
+        )
     place = out or free_name(Path("runs") / "transfers" / f"{threat.norm}-{threat.eps:.4g}")
     found.save(place)
     console.print(found.table())

@@ -15,7 +15,7 @@ from pydantic import validate_call
 from steelman.data.folder import FolderSource
 from steelman.data.formats import PARTS
 from steelman.data.published import FETCHABLE, Fetchable
-from steelman.data.source import ArraySource, Source, split
+from steelman.data.source import UNNAMED, ArraySource, Source, name_of, split
 from steelman.data.store import read, stored
 from steelman.errors import UserError
 from steelman.settings import make
@@ -35,6 +35,9 @@ class Dataset:
             raise UserError(f"{self.name}: expected the same classes to train and to test; in one only: {sorted(only)}")
         if self.train.shape != self.test.shape:
             raise UserError(f"{self.name}: expected one image shape, got {self.train.shape} and {self.test.shape}")
+        for part, source in (("train", self.train), ("test", self.test)):
+            if name_of(source) == UNNAMED:  # what an evaluation writes down as the data
+                object.__setattr__(source, "name", f"{self.name} {part}")
 
     @property
     def classes(self) -> tuple[str, ...]:

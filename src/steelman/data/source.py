@@ -15,10 +15,16 @@ from torch.utils.data import DataLoader, Dataset
 from steelman.errors import UserError
 from steelman.rng import Key
 
+UNNAMED = "data"  # what records call a source without a name
+
 
 @runtime_checkable
 class Source(Protocol):
-    """Labelled images by index. `shape` is (C, H, W); all labels are in memory; images are made on demand."""
+    """Labelled images by index. `shape` is (C, H, W); all labels are in memory; images are made on demand.
+
+    A source may have a `name`, which records call it by ("data" without one). A source that reads files may have
+    `workers`, the number of processes that read them (0 without it: the caller's own).
+    """
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -52,8 +58,10 @@ class ArraySource:
         labels: Tensor | NDArray[Any],
         classes: Sequence[str] | None = None,
         bounds: tuple[float, float] = (0.0, 1.0),
+        name: str = UNNAMED,
     ) -> None:
-        """Without `classes`, the classes are 0 up to the largest label."""
+        """Without `classes`, the classes are 0 up to the largest label, and there may be more that have no image."""
+        self.name, self.named = name, classes is not None
         self._images = _checked_images(_tensor(images, "images"), bounds)
         self.labels = _checked_labels(_tensor(labels, "labels"), len(self._images), classes)
         self.classes = tuple(classes if classes is not None else map(str, range(int(self.labels.max()) + 1)))
@@ -135,6 +143,7 @@ class Subset:
         if index.ndim != 1 or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(source)):
             raise UserError(f"expected a list of indices in 0 .. {len(source) - 1}")
         self.source, self.index = source, index
+        self.name, self.workers, self.named = name_of(source), workers_of(source), knows_classes(source)
         self.labels = source.labels[index]
         self.classes, self.shape = source.classes, source.shape
 
@@ -143,6 +152,32 @@ class Subset:
 
     def images(self, index: Tensor, key: Key | None = None) -> Tensor:
         return self.source.images(self.index[index.to("cpu")], key)
+
+
+def first(source: Source, n: int | None = None) -> Subset:
+    """A view of the first `n` samples, or of all if there are no more; its `name` and `workers` may be set.
+
+    >>> len(first(ArraySource(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])), 3))
+    3
+    """
+    if n is not None and n < 1:
+        raise UserError(f"samples: expected at least 1, got {n}")
+    return Subset(source, torch.arange(len(source) if n is None else min(n, len(source))))
+
+
+def name_of(source: Source) -> str:
+    """What records call a source."""
+    return str(getattr(source, "name", UNNAMED))
+
+
+def workers_of(source: Source) -> int:
+    """How many processes read a source's files."""
+    return int(getattr(source, "workers", 0))
+
+
+def knows_classes(source: Source) -> bool:
+    """Whether a source's classes are all there are. Those of plain tensors are guessed from the labels."""
+    return bool(getattr(source, "named", True))
 
 
 def split(source: Source, validation: int, seed: int) -> tuple[Subset, Subset]:
@@ -186,14 +221,16 @@ def batches(n: int, batch_size: int, key: Key | None, drop_last: bool = False) -
 
 
 def stream(
-    source: Source, batches: Sequence[Tensor], key: Key | None, workers: int = 0
+    source: Source, batches: Sequence[Tensor], key: Key | None, workers: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (images, labels, index) for each of `batches`, in their order.
 
-    With `workers`, a source that is not in memory is read by that many processes. What comes out does not depend on
-    their number, and an epoch is taken up again by passing the batches that remain.
+    With `workers`, a source that is not in memory is read by that many processes; by default by as many as it says
+    itself. What comes out does not depend on their number, and an epoch is taken up again by passing the batches that
+    remain.
     """
     decoded: Iterator[Tensor | UserError]
+    workers = workers_of(source) if workers is None else workers
     if workers > 0 and not _in_memory(source):
         # Its own generator, for otherwise the loader draws its seed from torch's global one.
         loader = DataLoader(

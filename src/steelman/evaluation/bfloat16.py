@@ -17,7 +17,6 @@ from steelman.losses import margin, spread
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-CHOICES = ("auto", "full", "bfloat16")
 TRIED = 32  # images on which the slopes are compared
 ALIKE = 0.9  # the cosine between the two slopes of an image from which on they count as one
 APART = 0.1  # the part of their spread by which its two answers may differ
@@ -26,7 +25,6 @@ ENOUGH = 0.9  # of the images must be alike in both
 
 def settled(
     suite: Suite,
-    precision: str,
     model: nn.Module,
     source: Source,
     threat: ThreatModel,
@@ -39,6 +37,7 @@ def settled(
     "auto" keeps bfloat16 where the machine multiplies such numbers itself and the model's slopes are those of full
     precision; "full" never does; "bfloat16" wants it on any machine, and refuses a model whose slopes are others.
     """
+    precision = suite.precision
     planned = [stage for stage in suite.stages if stage.precision != "full"]
     if precision == "bfloat16" and not planned:
         raise UserError(

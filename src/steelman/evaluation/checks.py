@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -42,16 +44,18 @@ def check_model(model: object) -> None:
         raise ContractError("model", f"expected a torch.nn.Module that gives logits, got {type(model).__name__}")
 
 
-def check_radius(threat: ThreatModel) -> None:
-    """Refuse a radius that leaves an attack nowhere to go."""
+def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None) -> None:
+    """Refuse a radius that leaves an attack nowhere to go, and one that no image of `shape` can reach."""
     if not threat.eps > 0:
         raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
+    if shape is not None and (problem := threat.too_wide(shape)):
+        raise ContractError("eps", f"eps: {problem}")
 
 
 def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device: torch.device) -> int:
     """Refuse what cannot be evaluated, with a sentence; the number of classes the model knows."""
     check_model(model)
-    check_radius(threat)
+    check_radius(threat, source.shape)
     if len(source) == 0:
         raise ContractError("empty", "expected at least one image, got none")
     halves = {str(p.dtype) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}

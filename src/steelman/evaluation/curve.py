@@ -1,9 +1,8 @@
-"""Accuracy against the radius, and whether it falls to nothing as it should."""
+"""Accuracy against the radius, and whether it goes down to 0 as it should."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,6 @@ from steelman.evaluation.masking import flag
 from steelman.evaluation.result import CurvePoint, Flag
 from steelman.evaluation.runner import Runner
 from steelman.evaluation.stages import Suite
-from steelman.threat import ThreatModel
 
 CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 CURVE_ATTACK = PGD(steps=20)
@@ -23,10 +21,10 @@ CURVE_SAMPLES = 500
 
 
 def ratios(run: Runner) -> tuple[float, ...]:
-    """The radii of the curve, in eps; a cascade's last is one that no sample withstands."""
+    """The radii of the curve, in eps; at a cascade's last no sample is robust."""
     if run.suite.protocol:
         return CURVE_RATIOS
-    return *CURVE_RATIOS, max(whole_box(run.threat, run.source.shape) / run.threat.eps, 4.0)
+    return *CURVE_RATIOS, max(run.threat.widest(run.source.shape) / run.threat.eps, 4.0)
 
 
 def measured_with(suite: Suite) -> str:
@@ -53,25 +51,25 @@ def correct_at(
     rows: Tensor,
     *,
     keep: Callable[[Tensor, Found], None] | None = None,
-    fallen: Tensor | None = None,
-    withstood: Tensor | None = None,
+    broken: Tensor | None = None,
+    robust: Tensor | None = None,
 ) -> Tensor:
-    """How many of the samples `rows` are right, and then at each radius. One that fell at a smaller radius has fallen
-    at a larger: balls nest.
+    """How many of the samples `rows` are right, and then at each radius. A sample that is broken at one radius is
+    broken at every larger one, for balls nest.
 
-    Arguments: `keep` is given what was found within eps, and for which of the samples; which of them other attacks
-    have seen to fall at eps, and which to withstand them there: whom eps does not break, no smaller radius is tried on.
+    Arguments: `keep` is given what was found within eps, and for which of the samples. `broken` and `robust` are those
+    that other attacks broke at eps and did not break: no smaller radius is tried on the robust ones.
     """
     loss = CURVE_ATTACK.loss if run.suite.protocol else "scale-invariant-cross-entropy"
     attack = dataclasses.replace(CURVE_ATTACK, loss=loss)
     none = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    fallen, withstood = (none if known is None else known for known in (fallen, withstood))
-    standing = run.ledger.right[rows].to(x.device)
-    left = [int(standing.sum())]
+    broken, robust = (none if known is None else known for known in (broken, robust))
+    right = run.ledger.right[rows].to(x.device)
+    left = [int(right.sum())]
     for ratio in ratios(run):
         wider = run.threat.at(run.threat.eps * ratio)
-        standing = standing & ~fallen if ratio >= 1 else standing
-        tried = (standing if ratio > 1 else standing & ~withstood).nonzero()[:, 0]
+        right = right & ~broken if ratio >= 1 else right
+        tried = (right if ratio > 1 else right & ~robust).nonzero()[:, 0]
         part, label = x[tried], y[tried]
         index = run.index(rows[tried.cpu()])
         found = attack.run(
@@ -79,8 +77,8 @@ def correct_at(
         )
         if keep is not None and ratio <= 1:
             keep(tried, found)
-        standing[tried] = (run.answers(found.x_adv).argmax(dim=1) == label) | ~wider.contains(found.x_adv, part)
-        left.append(int(standing.sum()))
+        right[tried] = (run.answers(found.x_adv).argmax(dim=1) == label) | ~wider.contains(found.x_adv, part)
+        left.append(int(right.sum()))
     return torch.tensor([left])
 
 
@@ -88,11 +86,6 @@ def accuracy_curve(run: Runner, correct: Tensor, total: int) -> tuple[CurvePoint
     """Accuracy against the radius, of `total` samples of which so many were right and then at each radius."""
     radii = [run.threat.eps * ratio for ratio in (0.0, *ratios(run))]
     return tuple(CurvePoint(eps=eps, correct=n, total=total) for eps, n in zip(radii, correct.tolist(), strict=True))
-
-
-def whole_box(threat: ThreatModel, shape: tuple[int, ...]) -> float:
-    """A radius at which every image can be turned into every other."""
-    return float((threat.high - threat.low) * math.prod(shape) ** (1 / threat.p))
 
 
 def levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
@@ -106,7 +99,7 @@ def levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
             left,
             0.05,
             "suspect",
-            f"with a radius at which any image can become any other, {left:.0%} of the samples tried withstand the "
-            "attack; one that works breaks all",
+            f"with a radius at which any image can become any other, {left:.0%} of the samples tried are robust; "
+            "an attack that works breaks all",
         )
     ]

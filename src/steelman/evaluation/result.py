@@ -1,20 +1,16 @@
-"""What an evaluation found: plain, frozen records that save to JSON and safetensors and load back equal."""
+"""What an evaluation found: plain, frozen records."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from scipy.special import betaincinv
 from torch import Tensor
 
 from steelman.errors import UserError
-from steelman.files import write_atomic
 
 
 def interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -32,15 +28,41 @@ def interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float,
     return low, high
 
 
+def share_of(correct: int, total: int) -> str:
+    """A share of the samples with its 95% interval, in percent.
+
+    >>> share_of(5, 10)
+    '50.0% [18.7, 81.3]'
+    """
+    low, high = interval(correct, total)
+    return f"{100 * correct / total:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def in_255ths(eps: float) -> bool:
+    """Whether a radius is meant as a count of 8-bit grey levels: 8/255 is, 0.2 (though also 51/255) is not."""
+    return abs(eps - round(eps, 3)) > 1e-9 and abs(eps * 510 - round(eps * 510)) < 1e-4
+
+
+def radius(eps: float) -> str:
+    """
+    >>> radius(8 / 255), radius(0.2)
+    ('8/255', '0.2')
+    """
+    return f"{round(eps * 510) / 2:g}/255" if in_255ths(eps) else f"{eps:.4g}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How many of `total` samples stay right: clean, under one attack, or under all attacks together."""
+    """How many of `total` samples stay right: clean, under one attack, or under all attacks together.
+
+    `seconds` is None where nobody knows how long it took.
+    """
 
     name: str  # "clean", the attack's label, or "worst case"
     settings: dict[str, Any]
     correct: int
     total: int
-    seconds: float
+    seconds: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -74,6 +96,7 @@ class Example:
 
 
 Trust = Literal["sound", "suspect", "invalid"]
+Role = Literal["attack", "pilot", "sentinel", "escalation"]  # what a stage is for; see `Stage`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,14 +117,18 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How many samples no attack broke, and how far that may be believed.
+    """How many samples no attack broke, and how far that may be believed. Printed, it is three lines at most.
 
+    `clean` counts those that are right when they are left alone; `norm` and `eps` are the threat model's.
     `complete` is False when the time ran out before the suite was through; `escalated` says that doubt made the whole
-    of AutoAttack run on every survivor; `protocol` that each attack was run on every sample, and nothing else.
+    of AutoAttack run on every robust sample; `protocol` that each attack was run on every sample, and nothing else.
     """
 
     correct: int
     total: int
+    clean: int
+    norm: str
+    eps: float
     suite: str
     trust: Trust
     reasons: tuple[str, ...]
@@ -118,6 +145,19 @@ class Verdict:
     def interval(self) -> tuple[float, float]:
         return interval(self.correct, self.total)
 
+    @property
+    def word(self) -> str:
+        """Its trust in a word or two. Of given attacks nobody asked whether they work, so they give a bound."""
+        return "upper bound" if self.protocol and self.trust == "sound" else self.trust
+
+    def __str__(self) -> str:
+        robust, clean = (share_of(count, self.total) for count in (self.correct, self.clean))
+        lines = [
+            f"robust {robust} of {self.total:,} ({self.norm}, eps {radius(self.eps)}), {self.word}",
+            f"clean {clean}, suite {self.suite}",
+        ]
+        return "\n".join([*lines, *(["; ".join(self.reasons)] if self.reasons else [])])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRecord:
@@ -130,7 +170,27 @@ class StageRecord:
     left: int
     forwards: int
     backwards: int
-    seconds: float
+    seconds: float | None = None
+
+
+def scores_of(
+    stages: Sequence[StageRecord], total: int, *, clean: int, robust: int, clean_seconds: float | None
+) -> tuple[Score, ...]:
+    """Clean, after each stage (in a protocol: under each attack), and the worst case."""
+    return (
+        Score(name="clean", settings={}, correct=clean, total=total, seconds=clean_seconds),
+        *(
+            Score(name=stage.name, settings=stage.settings, correct=stage.left, total=total, seconds=stage.seconds)
+            for stage in stages
+        ),
+        Score(name="worst case", settings={}, correct=robust, total=total, seconds=seconds_of(stages)),
+    )
+
+
+def seconds_of(stages: Sequence[StageRecord]) -> float | None:
+    """How long all stages took; None if that is not known of each."""
+    known = [stage.seconds for stage in stages if stage.seconds is not None]
+    return sum(known) if len(known) == len(stages) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +198,8 @@ class Evaluation:
     """One model, one dataset, one threat model: scores, accuracy against eps, a gallery, and all that is needed to
     read the numbers (settings, seed, count, versions).
 
-    Also the verdict, the stages, the survivors' smallest margins, and by class how many samples were `right` when left
-    alone and what they were taken for under attack (`confusion`: rows are true classes, columns answers).
+    Also the verdict, the stages, the robust samples' smallest margins, and by class how many samples were `right` when
+    left alone and what they were taken for under attack (`confusion`: rows are true classes, columns answers).
     """
 
     model: str
@@ -170,48 +230,12 @@ class Evaluation:
                 return score
         raise UserError(f"no score {name!r} in this evaluation; it has: {', '.join(s.name for s in self.scores)}")
 
-    def save(self, folder: Path) -> None:
-        """Write ``evaluation.json`` and ``gallery.safetensors`` into `folder`."""
-        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        record["scores"] = [dataclasses.asdict(score) for score in self.scores]
-        record["curve"] = [dataclasses.asdict(point) for point in self.curve]
-        record["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
-        record["verdict"] = None if self.verdict is None else dataclasses.asdict(self.verdict)
-        record["gallery"] = [
-            {k: v for k, v in vars(example).items() if not isinstance(v, Tensor)} for example in self.gallery
-        ]
-        tensors = {}
-        if self.gallery:
-            tensors["clean"] = torch.stack([example.clean for example in self.gallery]).contiguous()
-            tensors["adversarial"] = torch.stack([example.adversarial for example in self.gallery]).contiguous()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "gallery.safetensors", save(tensors))
-        write_atomic(folder / "evaluation.json", json.dumps(record, indent=1).encode())
-
     @classmethod
-    def load(cls, folder: Path) -> Evaluation:
-        """Read back what ``save`` wrote."""
-        try:
-            record = json.loads((folder / "evaluation.json").read_text())
-            images = load_file(folder / "gallery.safetensors")
-        except FileNotFoundError as error:
-            raise UserError(f"no evaluation in {folder}: {error.filename or error} is missing") from None
-        except (ValueError, SafetensorError) as error:
-            raise UserError(f"the evaluation in {folder} is damaged: {error}") from None
-        record["classes"] = tuple(record["classes"])
-        record["notes"] = tuple(record["notes"])
-        record["scores"] = tuple(Score(**score) for score in record["scores"])
-        record["curve"] = tuple(CurvePoint(**point) for point in record["curve"])
-        record["gallery"] = tuple(
-            Example(**entry, clean=images["clean"][i], adversarial=images["adversarial"][i])
-            for i, entry in enumerate(record["gallery"])
-        )
-        record["stages"] = tuple(StageRecord(**stage) for stage in record.get("stages", ()))
-        record["confusion"] = tuple(map(tuple, record.get("confusion", ())))
-        record["margins"] = tuple(record.get("margins", ()))
-        record["right"] = tuple(record.get("right", ()))
-        verdict = record.get("verdict")
-        if verdict is not None:
-            flags = tuple(Flag(**flag) for flag in verdict["flags"])
-            record["verdict"] = Verdict(**{**verdict, "flags": flags, "reasons": tuple(verdict["reasons"])})
-        return cls(**record)
+    def load(cls, path: Path | str) -> Evaluation:
+        """The evaluation whose evidence is in the folder `path`, or in ``verdict`` of the run's folder `path`.
+
+        Evidence that was changed after it was written is refused. `verify` looks closer.
+        """
+        from steelman.evidence.rebuild import evaluation_of  # evidence is made of these records
+
+        return evaluation_of(Path(path))

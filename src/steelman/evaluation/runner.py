@@ -16,9 +16,9 @@ from steelman.attacks.base import check_range, logits_of, reseed, untouched
 from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.checks import ContractError, as_model, check_finite
-from steelman.evaluation.result import Flag, StageRecord
+from steelman.evaluation.findings import Findings
+from steelman.evaluation.result import StageRecord
 from steelman.evaluation.stages import Stage, Suite
-from steelman.evaluation.verdict import doubts
 from steelman.evidence.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
 from steelman.losses import magnitude, margin
 from steelman.rng import Key
@@ -37,9 +37,7 @@ class Runner:
     suite: Suite
     key: Key
     device: torch.device
-    total: int
     batch_size: int
-    workers: int
     work: Work
     tell: Callable[[str, int, int], None]  # what is being done, how much of it is, and how much there is
 
@@ -53,13 +51,15 @@ class Runner:
         self.refuted: dict[str, int] = {}
         self.nonfinite = 0
         self.unclear = torch.zeros(self.total, dtype=torch.bool)  # who was wrong somewhere by no more than roundings
-        self.piloted = torch.zeros(self.total, dtype=torch.bool)  # whom the attacks of the flags broke
-        self.question = ""  # what the pilot was asked besides: who is left to the stages depends on it
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
         self.advanced = False  # whether this call has attacked a batch: however little time, it gets on by one
         self.cut: dict[str, tuple[int, int]] = {}  # what the time cut short: how many of its samples it had
         self.watched: Tensor | None = None  # the sentinel's samples
+
+    @property
+    def total(self) -> int:
+        return len(self.source)
 
     # Before the attacks.
 
@@ -80,7 +80,7 @@ class Runner:
         """What a run that was interrupted has looked at must be what is there now."""
         parts = dict(enumerate(self.parts(torch.arange(self.total))))
         done = {f"clean-{batch:05d}": part for batch, part in parts.items() if self.work.has(f"clean-{batch:05d}")}
-        for name, (x, y, rows) in zip(done, stream(self.source, list(done.values()), None, self.workers), strict=True):
+        for name, (x, y, rows) in zip(done, stream(self.source, list(done.values()), None), strict=True):
             kept = self.work.batch(name, dict)
             other = rows[digests(x, y) != kept["digest"]]
             if len(other):
@@ -109,24 +109,28 @@ class Runner:
 
     # The attacks.
 
-    def stages(self, flags: list[Flag], deadline: float | None) -> None:
-        """Every stage in turn; those kept for doubt run if there is any."""
+    def stages(self, findings: Findings, deadline: float | None, doubtful: Callable[[], bool]) -> None:
+        """Every stage in turn, until the time has run out; those kept for doubt run if there is any."""
+        self.complete = findings.cut is None or self.suite.protocol
         for number, stage in enumerate(self.suite.stages):
-            if stage.pilot:  # it was the first
-                continue
-            if stage.escalation:
-                self.escalated = self.escalated or any(one.raised for one in (*flags, *doubts(self)))
-                if not self.escalated:
-                    continue
-            if not self._stage(number, stage, deadline):
-                self.complete = False
-                return
+            if stage.role == "pilot":
+                self.take(number)
+                for part in findings.parts:
+                    self.take(number, part)
+            elif self.complete and self._wanted(stage, doubtful):
+                self.complete = self._stage(number, stage, findings.question, deadline)
 
-    def _stage(self, number: int, stage: Stage, deadline: float | None) -> bool:
+    def _wanted(self, stage: Stage, doubtful: Callable[[], bool]) -> bool:
+        """Whether a stage runs at all: once there is doubt, every escalation does."""
+        if stage.role == "escalation":
+            self.escalated = self.escalated or doubtful()
+        return stage.role != "escalation" or self.escalated
+
+    def _stage(self, number: int, stage: Stage, question: str, deadline: float | None) -> bool:
         """One stage on its samples; False if the time ran out."""
         rows, done = self._whom(stage), 0
         attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
-        parts = self.batches(f"{number:02d}{self.question}", rows, attack, deadline, most=self.batch_size // copies)
+        parts = self.batches(f"{number:02d}{question}", rows, attack, deadline, most=self.batch_size // copies)
         self.take(number)
         for part_rows, part in parts:
             self.take(number, part)
@@ -140,7 +144,7 @@ class Runner:
         """Enter what a stage made of some samples; without any, that it began."""
         stage, ledger = self.suite.stages[number], self.ledger
         if not self.records or self.records[-1].name != stage.name:
-            left = ledger.right if self.suite.protocol else ledger.alive
+            left = ledger.right if self.suite.protocol else ledger.robust
             self.records.append(
                 StageRecord(
                     name=stage.name,
@@ -155,13 +159,13 @@ class Runner:
             )
         if part is None:
             return
-        before = int(ledger.alive.sum())
+        before = int(ledger.robust.sum())
         ledger.record(number, part)
         self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
         self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
         self.nonfinite += int(part["nonfinite"])
         self.unclear[part["rows"]] |= part["unclear"]
-        broken = int(part["broken"].sum()) if self.suite.protocol else before - int(ledger.alive.sum())
+        broken = int(part["broken"].sum()) if self.suite.protocol else before - int(ledger.robust.sum())
         so_far = self.records[-1]
         self.records[-1] = dataclasses.replace(
             so_far,
@@ -170,7 +174,7 @@ class Runner:
             left=so_far.left - broken,
             forwards=so_far.forwards + int(part["forwards"].sum()),
             backwards=so_far.backwards + int(part["backwards"].sum()),
-            seconds=so_far.seconds + float(part["seconds"]),
+            seconds=(so_far.seconds or 0.0) + float(part["seconds"]),
         )
 
     def _whom(self, stage: Stage) -> Tensor:
@@ -178,11 +182,11 @@ class Runner:
         ledger = self.ledger
         if self.suite.protocol:
             return ledger.right.nonzero()[:, 0]
-        rows = ledger.alive.nonzero()[:, 0]
-        if stage.sentinel:
+        rows = ledger.robust.nonzero()[:, 0]
+        if stage.role == "sentinel":
             if self.watched is None:
                 self.watched = self._drawn(rows, "sentinel")[: math.ceil(stage.share * len(rows))]
-            return self.watched[ledger.alive[self.watched]].sort().values
+            return self.watched[ledger.robust[self.watched]].sort().values
         if stage.share >= 1:
             return rows
         # Of equal margins, chance decides, and not the order of the data.
@@ -274,7 +278,7 @@ class Runner:
         """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
         parts = dict(enumerate(self.parts(rows, most)))
         todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
-        images = stream(self.source, todo, None, self.workers)
+        images = stream(self.source, todo, None)
 
         def fresh() -> dict[str, Tensor]:
             x, y, part = next(images)

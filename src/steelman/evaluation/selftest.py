@@ -91,7 +91,7 @@ def self_test(
     whole = reach(threat, centre.numel())
     tested: list[Attack] = []
     for stage in suite.stages:
-        if stage.pilot or stage.attack in tested:
+        if stage.role == "pilot" or stage.attack in tested:
             continue
         tested.append(stage.attack)
         blind = _blind(stage.attack)

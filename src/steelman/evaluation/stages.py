@@ -1,7 +1,7 @@
 """What a suite is made of: stages, each an attack and the samples that are its own.
 
-A *cascade* attacks ever fewer samples with ever dearer attacks: each stage takes the survivors that came nearest to
-falling. A *protocol* attacks every sample with each attack, as a paper's table has it.
+A *cascade* attacks ever fewer samples with ever dearer attacks: each stage takes the robust samples that came nearest
+to being broken. A *protocol* attacks every sample with each attack, as a paper's table has it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import dataclasses
 import functools
 import hashlib
 import marshal
+import operator
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
+
+from torch import nn
 
 from steelman.attacks import Attack
 from steelman.attacks.engine import Precision
-from steelman.errors import UserError
+from steelman.errors import UserError, unknown
+from steelman.evaluation.result import Role
 
+PRECISIONS = ("auto", "full", "bfloat16")
 RESERVED = {"clean", "worst case"}  # the scores that are no attack's
 
 
@@ -25,25 +30,27 @@ RESERVED = {"clean", "worst case"}  # the scores that are no attack's
 class Stage:
     """One attack of a suite, and whom it attacks.
 
-    `share` is the share of the survivors that it is given, those with the smallest margin so far; `warm` begins at each
-    sample's best point so far. A `sentinel` stage is given its share whatever the margins: it is there to find out
-    whether the stages before it missed something. An `escalation` stage runs only when there is reason to doubt. A
-    `pilot` stage is what flags and curve found while they were measured; it comes first. `precision` is what its search
-    runs in, where machine and model are up to it; what it finds is judged in full.
+    `share` is the share of the robust samples that it is given, those with the smallest margin so far; `warm` begins at
+    each sample's best point so far. `precision` is what its search runs in, where machine and model are up to it; what
+    it finds is judged in full.
+
+    `role` is what the stage is for. An "attack" breaks what it can. The "pilot" is what was broken while flags and
+    curve were measured; it comes first. A "sentinel" is given its share whatever the margins, to find out whether the
+    stages before it missed something. An "escalation" runs only when there is reason to doubt.
     """
 
     name: str
     attack: Attack
     share: float = 1.0
     warm: bool = False
-    sentinel: bool = False
-    escalation: bool = False
-    pilot: bool = False
+    role: Role = "attack"
     precision: Precision = "full"
 
     def __post_init__(self) -> None:
         if not callable(self.attack):
             raise UserError(f"{self.name}: expected an attack, got {self.attack!r}")
+        if self.role not in get_args(Role):
+            raise unknown("role of a stage", self.role, get_args(Role))
         if not 0 < self.share <= 1:
             raise UserError(f"{self.name}: expected a share above 0 and at most 1, got {self.share}")
         if self.warm and not getattr(self.attack, "warm", False):
@@ -57,13 +64,28 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Stages in their order; in a `protocol` each attacks every sample, else those that the stages before left."""
+    """Stages in their order; in a `protocol` each attacks every sample, else those that the stages before left.
+
+    `precision` is what the coarse searches run in: "auto" takes bfloat16 where machine and model are up to it.
+    `surrogates` are other models for the same task. Points made for them are tried too, to see whether the model's own
+    gradients mislead. `curve` measures accuracy against the radius; `gallery` is how many samples are kept to look at.
+    A model with more outputs than the data have classes is refused without `more_outputs`.
+    """
 
     name: str
     stages: tuple[Stage, ...]
     protocol: bool = False
+    precision: str = "auto"
+    curve: bool = True
+    gallery: int = 8
+    surrogates: tuple[nn.Module, ...] = ()
+    more_outputs: bool = False
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        object.__setattr__(self, "gallery", whole("gallery", self.gallery, 0))
+        object.__setattr__(self, "surrogates", tuple(self.surrogates))
         names = [stage.name for stage in self.stages]
         if not names:
             raise UserError(f"suite {self.name}: expected at least one attack, got none")
@@ -72,12 +94,28 @@ class Suite:
                 raise UserError(f"an attack cannot be called {name!r}: that is the name of another score")
             if names.count(name) > 1:
                 raise UserError(f"suite {self.name}: two attacks are called {name!r}")
+        pilots = [number for number, stage in enumerate(self.stages) if stage.role == "pilot"]
+        if self.protocol and pilots:
+            raise UserError(f"suite {self.name}: a protocol has no pilot, for nothing else breaks its samples")
+        if pilots not in ([], [0]):
+            raise UserError(f"suite {self.name}: expected one pilot at most, and as the first stage")
 
 
-def protocol(attacks: Mapping[str, Attack], name: str = "custom") -> Suite:
-    """Each attack on every sample."""
+def protocol(attacks: Mapping[str, Attack], name: str = "custom", **changes: Any) -> Suite:
+    """Each attack on every sample; `changes` are further fields of the suite."""
     stages = tuple(Stage(name=label, attack=attack) for label, attack in attacks.items())
-    return Suite(name=name, stages=stages, protocol=True)
+    return Suite(name=name, stages=stages, protocol=True, **changes)
+
+
+def whole(name: str, value: int, least: int | None = None) -> int:
+    """A whole number of any kind as Python's own, for it is written down."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name}: expected a whole number, got {value!r}") from None
+    if least is not None and number < least:
+        raise UserError(f"{name}: expected at least {least}, got {value}")
+    return number
 
 
 def describe(attack: Attack) -> dict[str, Any]:

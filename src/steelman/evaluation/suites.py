@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from steelman.attacks import ATTACKS, Search
-from steelman.errors import unknown
+from steelman.attacks import ATTACKS, Attack, Search
+from steelman.errors import UserError, unknown
 from steelman.evaluation.masking import Pilot
 from steelman.evaluation.protocols import PROTOCOLS, autoattack
-from steelman.evaluation.stages import Stage, Suite
+from steelman.evaluation.stages import Stage, Suite, protocol
 from steelman.threat import ThreatModel
 
 AHEAD = 8  # squares that the sentinel asks about at once
-PILOT = Stage(name="pilot", attack=Pilot(), pilot=True)
+PILOT = Stage(name="pilot", attack=Pilot(), role="pilot")
 
 
 def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: float) -> Suite:
@@ -22,10 +22,10 @@ def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: floa
     known = [stage for stage in stages if threat.norm in getattr(stage.attack, "norms", (threat.norm,))]
     official = autoattack(threat)
     watch = [
-        dataclasses.replace(s, name=f"sentinel {s.name}", attack=_for_few(s.attack), share=sentinel, sentinel=True)
+        dataclasses.replace(s, name=f"sentinel {s.name}", attack=_for_few(s.attack), share=sentinel, role="sentinel")
         for s in official
     ]
-    doubt = [dataclasses.replace(s, name=f"escalated {s.name}", escalation=True) for s in official]
+    doubt = [dataclasses.replace(s, name=f"escalated {s.name}", role="escalation") for s in official]
     return Suite(name=name, stages=(PILOT, *known, *watch, *doubt))
 
 
@@ -66,8 +66,8 @@ def _first(threat: ThreatModel) -> list[Stage]:
     return [
         _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
         _coarse("margin", _climb(threat, steps=10, loss="probability-margin")),
-        # An attack without a target climbs towards the class of highest logit; who is left may fall to one whose
-        # boundary is nearer, however far its logit, and however far its margin says it is from falling.
+        # An attack without a target climbs towards the class of highest logit; what is left may be broken towards one
+        # whose boundary is nearer, however far its logit, and however large the sample's margin.
         _coarse("short targets", _nearest(threat, steps=5)),
         _coarse("targets", _nearest(threat, steps=25), share=0.25),
         _coarse("diversified", _restarts(threat, 20, "probability-margin"), share=0.12),
@@ -80,13 +80,13 @@ def _first(threat: ThreatModel) -> list[Stage]:
 
 
 def fast(threat: ThreatModel) -> Suite:
-    """Gradient attacks for all, ever dearer ones for those nearest to falling; AutoAttack's on one survivor in 250."""
+    """Gradient attacks for all, ever dearer ones for the smallest margins; AutoAttack's on one robust sample in 250."""
     return _cascade("fast", threat, _first(threat), sentinel=0.004)
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then other starts, longer climbs and more queries for those nearest to falling; AutoAttack's on one
-    survivor in 50.
+    """`fast`, then other starts, longer climbs and more queries for the smallest margins; AutoAttack's on one robust
+    sample in 50.
 
     Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
     """
@@ -107,8 +107,23 @@ def full(threat: ThreatModel) -> Suite:
 SUITES: dict[str, Callable[[ThreatModel], Suite]] = {"fast": fast, "standard": standard, "full": full, **PROTOCOLS}
 
 
-def suite_named(name: str, threat: ThreatModel) -> Suite:
-    """The suite called `name`, made for a threat model."""
+def suite_named(name: str, threat: ThreatModel, **changes: Any) -> Suite:
+    """The suite called `name`, made for a threat model; `changes` are fields that it has otherwise.
+
+    >>> suite_named("fast", ThreatModel(eps=0.1), precision="full").precision
+    'full'
+    """
     if name not in SUITES:
         raise unknown("suite", name, SUITES)
-    return SUITES[name](threat)
+    return dataclasses.replace(SUITES[name](threat), **changes)
+
+
+def suite_of(suite: str | Suite | Mapping[str, Attack], threat: ThreatModel, **changes: Any) -> Suite:
+    """A suite by its name, or of attacks by label, or as it is; `changes` are fields that it has otherwise."""
+    if isinstance(suite, str):
+        return suite_named(suite, threat, **changes)
+    if isinstance(suite, Mapping):
+        return protocol(suite, **changes)
+    if not isinstance(suite, Suite):
+        raise UserError(f"suite: expected a name, a Suite or attacks by label, got {type(suite).__name__}")
+    return dataclasses.replace(suite, **changes)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import check_range
 from steelman.attacks.engine import Search
-from steelman.data.source import ArraySource, Source, batches, stream
+from steelman.data.source import ArraySource, Source, batches, name_of, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
-from steelman.evaluation.evaluate import progress, versions
+from steelman.evaluation.evaluate import versions
+from steelman.evaluation.progress import Ticker
 from steelman.evaluation.result import Score, interval
 from steelman.evaluation.stages import describe
+from steelman.evidence.bundle import device_of
 from steelman.files import write_atomic
 from steelman.rng import Key
 from steelman.threat import ThreatModel
@@ -63,7 +64,7 @@ class Cell:
 
     @property
     def success(self) -> float | None:
-        """The share that fell of those the target got right; None where it got none right."""
+        """The share of broken ones among those that the target got right; None where it got none right."""
         return (self.clean - self.correct) / self.clean if self.clean else None
 
     @property
@@ -196,13 +197,8 @@ def transfer(
     threat: ThreatModel,
     attack: Attack = TRANSFER_ATTACKS["PGD-20"],
     *,
-    data_name: str = "data",
-    samples: int | None = None,
     batch_size: int = 256,
     seed: int = 0,
-    workers: int = 0,
-    device: torch.device | None = None,
-    console: Console | None = None,
 ) -> Transfer:
     """Accuracy of every target t on points crafted on every source s: mean [f_t(x) = y and f_t(x*_s) = y].
 
@@ -216,8 +212,8 @@ def transfer(
     ``TRANSFER_ATTACKS["MIM-20"]`` is the other one of the papers. An attack that does stop early is noted.
 
     Arguments: `sources` and `targets` are models by name, and None for `targets` means the sources; `data` is a source
-    of images, or images and labels; `samples` takes only the first that many. Noise depends on the seed and the sample
-    alone, so all sources start from the same points.
+    of images, or images and labels. Noise depends on the seed and the sample alone, so all sources start from the same
+    points. The models are where the first of the sources is. In a block ``with showing(console)`` progress is shown.
 
     >>> from steelman.heads import linear
     >>> nets = {name: nn.Sequential(nn.Flatten(), linear(4, 2)) for name in "ab"}
@@ -234,19 +230,17 @@ def transfer(
             raise UserError(f"expected at least one {what}, got none")
     if two := [name for name in sources if name in targets and sources[name] is not targets[name]]:
         raise UserError(f"the source and the target called {two[0]!r} are two models; give them different names")
-    if samples is not None and samples < 1:
-        raise UserError(f"samples: expected at least 1, got {samples}")
     source = data if not isinstance(data, tuple) else ArraySource(*data)
-    device = device or next((p.device for model in sources.values() for p in model.parameters()), torch.device("cpu"))
+    device = device_of(next(iter(sources.values())))
     _check_alike({**sources, **targets}, source, threat, device)
-    total = len(source) if samples is None else min(samples, len(source))
+    total = len(source)
     key = Key(seed).fold("transfer")
     right_at, seconds = dict.fromkeys(targets, 0), dict.fromkeys(targets, 0.0)
     correct = {(one, other): 0 for one in sources for other in targets}
     crafting, outside = dict.fromkeys(sources, 0.0), dict.fromkeys(sources, 0)
     done = 0
-    with progress(console, f"{len(sources)} x {len(targets)} models") as tell:
-        for x, y, index in stream(source, batches(total, batch_size, None), None, workers):
+    with Ticker(f"{len(sources)} x {len(targets)} models") as tell:
+        for x, y, index in stream(source, batches(total, batch_size, None), None):
             x, y, index = x.to(device), y.to(device), index.to(device)  # noqa: PLW2901
             check_range(x, threat)
             right: dict[str, Tensor] = {}
@@ -269,7 +263,7 @@ def transfer(
                     still = _right(name, model, x_adv, y, "adversarial")
                     correct[origin, name] += int((right[name] & still).sum())
             done += len(x)
-            tell("samples", done, total)
+            tell("transfer", done, total)
     notes = [
         f"{name}: {count} points outside the threat model were not counted" for name, count in outside.items() if count
     ]
@@ -279,7 +273,7 @@ def transfer(
             "this attack stops at its first success on the source, so its points transfer less than they could"
         )
     return Transfer(
-        data=data_name,
+        data=name_of(source),
         norm=threat.norm,
         eps=threat.eps,
         low=threat.low,

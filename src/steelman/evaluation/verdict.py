@@ -1,17 +1,17 @@
-"""What a suite's run comes to: doubts, scores, notes and examples."""
+"""What a suite's run comes to: doubts, the verdict, scores, notes and examples."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
+from steelman.evaluation.findings import Findings
 from steelman.evaluation.masking import flag
-from steelman.evaluation.result import Example, Flag, Score
+from steelman.evaluation.result import Example, Flag, Score, Trust, Verdict, scores_of
+from steelman.evaluation.runner import Runner
 from steelman.evidence.ledger import pilot_size
-
-if TYPE_CHECKING:
-    from steelman.evaluation.runner import Runner
 
 # What targeted attacks may break that untargeted ones left, before somebody should ask why.
 TARGETED_AHEAD = 0.1
@@ -23,12 +23,61 @@ REFUTED = 0.05
 PILOT_AHEAD = 0.05
 # How many samples may be wrong by no more than roundings, before one doubts what roundings are measured by.
 UNCLEAR = 0.05
+# From which share of its answers on a model has collapsed onto one class, how far that must be from the class's share
+# of the data, and of how many images: a few may well be alike.
+COLLAPSE, COLLAPSE_AHEAD, COLLAPSE_SEEN = 0.95, 0.2, 20
 
 
-def doubts(run: Runner) -> list[Flag]:
+def verdict_of(run: Runner, findings: Findings, names: Sequence[str], *, random: bool) -> Verdict:
+    """What may be believed: the worst that any raised flag leaves."""
+    order, flags = list(get_args(Trust)), (*findings.flags, *doubts(run, findings))
+    raised = [one for one in flags if one.raised]
+    unsure = random or not run.complete
+    worst: list[Trust] = ["suspect" if unsure else "sound", *(one.trust for one in raised)]
+    reasons = [one.text for one in raised]
+    if collapse := collapsed(run, names):
+        reasons.append(collapse)
+    if random:
+        reasons.append("the model is random: another draw of its noise may give another answer")
+    if run.suite.protocol:
+        reasons.append("a protocol of given attacks: an upper bound, which a stronger attack may lower")
+    if not run.complete:
+        reasons.append("the time ran out before all attacks had run: an upper bound, the tightest so far")
+    return Verdict(
+        correct=int(run.ledger.robust.sum()),
+        total=run.total,
+        clean=int(run.ledger.right.sum()),
+        norm=run.threat.norm,
+        eps=run.threat.eps,
+        suite=run.suite.name,
+        trust=max(worst, key=order.index),
+        reasons=tuple(reasons),
+        flags=flags,
+        complete=run.complete,
+        escalated=run.escalated,
+        protocol=run.suite.protocol,
+    )
+
+
+def collapsed(run: Runner, names: Sequence[str]) -> str:
+    """A sentence on a model that answers almost every image with one class, though the data do not; else nothing."""
+    answers, labels = (torch.bincount(column, minlength=len(names)) for column in (run.ledger.clean, run.ledger.label))
+    most = int(answers.argmax())
+    share, expected = int(answers[most]) / run.total, int(labels[most]) / run.total
+    if run.total < COLLAPSE_SEEN or share < COLLAPSE or share - expected < COLLAPSE_AHEAD:
+        return ""
+    return f'the model answers "{names[most]}" for {share:.0%} of the images: it has collapsed'
+
+
+def doubtful(run: Runner, findings: Findings) -> bool:
+    """Whether any flag is raised by now."""
+    return any(one.raised for one in (*findings.flags, *doubts(run, findings)))
+
+
+def doubts(run: Runner, findings: Findings) -> list[Flag]:
     """The flags that only the stages can raise."""
     found = []
-    sentinels = {stage.name for stage in run.suite.stages if stage.sentinel}
+    sentinels = {stage.name for stage in run.suite.stages if stage.role == "sentinel"}
     watch = [record for record in run.records if record.name in sentinels]
     if watch:
         tried, broken = watch[0].attacked, sum(record.broken for record in watch)
@@ -38,8 +87,8 @@ def doubts(run: Runner) -> list[Flag]:
                 broken,
                 0,
                 "sound",
-                f"AutoAttack's own attacks broke {broken} of {tried} survivors drawn at random; where they break "
-                "one, every survivor is attacked at full cost",
+                f"AutoAttack's own attacks broke {broken} of {tried} robust samples drawn at random; where they "
+                "break one, every robust sample is attacked at full cost",
             )
         )
     for record in run.records:
@@ -80,8 +129,8 @@ def doubts(run: Runner) -> list[Flag]:
                 f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
             )
         )
-    if not any(stage.pilot or stage.escalation for stage in run.suite.stages):
-        share = int((run.piloted & run.ledger.alive).sum()) / pilot_size(run.total)
+    if not any(stage.role in ("pilot", "escalation") for stage in run.suite.stages):
+        share = int(run.ledger.robust[findings.broken].sum()) / pilot_size(run.total)
         if share > PILOT_AHEAD:
             found.append(
                 flag(
@@ -89,8 +138,8 @@ def doubts(run: Runner) -> list[Flag]:
                     share,
                     PILOT_AHEAD,
                     "suspect",
-                    f"{share:.0%} of the samples that checks were made on fell to the checks' own attacks, which this "
-                    "suite does not count, and to none of its own",
+                    f"{share:.0%} of the samples that checks were made on are broken by the checks' own attacks, "
+                    "which this suite does not count, and by none of its own",
                 )
             )
     right = max(int(run.ledger.right.sum()), 1)
@@ -122,28 +171,27 @@ def doubts(run: Runner) -> list[Flag]:
 
 def scores(run: Runner) -> tuple[Score, ...]:
     """Clean, after each stage (in a protocol: under each attack), and the worst case."""
-
-    def score(name: str, correct: int, seconds: float, settings: dict[str, object]) -> Score:
-        return Score(name=name, settings=settings, correct=correct, total=run.total, seconds=seconds)
-
-    return (
-        score("clean", int(run.ledger.right.sum()), run.clean_seconds, {}),
-        *(score(record.name, record.left, record.seconds, record.settings) for record in run.records),
-        score("worst case", int(run.ledger.alive.sum()), sum(record.seconds for record in run.records), {}),
+    return scores_of(
+        run.records,
+        run.total,
+        clean=int(run.ledger.right.sum()),
+        robust=int(run.ledger.robust.sum()),
+        clean_seconds=run.clean_seconds,
     )
 
 
-def notes(run: Runner) -> list[str]:
+def notes(run: Runner, findings: Findings) -> list[str]:
     """What a reader should know besides."""
     outside = [
         f"{name}: {count} points outside the threat model were not counted"
         for name, count in run.outside.items()
         if count
     ]
+    before = "curve" if run.suite.protocol else "pilot"
     cut = [
         f"{name}: the time ran out after {done} of {count} samples"
-        + ("" if name == "curve" else "; the others count as if they withstood it")
-        for name, (done, count) in run.cut.items()
+        + ("" if name == "curve" else "; the others count as robust")
+        for name, (done, count) in {**run.cut, **({before: findings.cut} if findings.cut else {})}.items()
     ]
     return outside + cut
 

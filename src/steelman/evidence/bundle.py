@@ -1,8 +1,9 @@
 """The evidence of an evaluation: a folder with every verdict, every adversarial image, and hashes of all they rest on.
 
 ``evidence.json`` holds what is claimed (settings, counts, verdict) and the SHA-256 of the other files;
-``samples.safetensors`` a row a sample; ``adversarial-*.safetensors`` the images that broke the model. ``seal`` is the
-hash of all of it. Times are not in it: the same evaluation gives the same bytes.
+``samples.safetensors`` a row a sample; ``adversarial-*.safetensors`` the images that broke the model;
+``gallery.safetensors`` a few samples to look at. ``seal`` is the hash of all of it. Nothing else records the
+evaluation. ``times.json`` is no evidence: the seal leaves it out, so that the same evaluation gives the same bytes.
 
 The seal tells a copy from a changed one; it does not tell who made it. Who can write the folder can seal it anew, and
 then only `verify` with the model and the data can tell true from false. Publish the seal to be held to it.
@@ -26,26 +27,16 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from steelman.errors import UserError
-from steelman.evaluation.result import Evaluation
-from steelman.evidence.ledger import Ledger, writing
+from steelman.evaluation.result import Evaluation, Role, StageRecord, Trust
+from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
 from steelman.files import write_atomic
 from steelman.threat import ThreatModel
 
-FORMAT = 1
 SHARD, SHARD_BYTES = 512, 1 << 26  # adversarial images in a file, and what they may take
-NAMES = re.compile(r"samples\.safetensors|adversarial-\d{4,9}\.safetensors")
-COLUMNS = {
-    "label": torch.int64,
-    "digest": torch.int64,
-    "clean": torch.int64,
-    "guess": torch.int64,
-    "broken_by": torch.int64,
-    "passes": torch.int64,
-    "margin": torch.float64,
-    "lead": torch.float64,
-    "forwards": torch.int64,
-    "backwards": torch.int64,
-}
+GALLERY, TIMES = "gallery.safetensors", "times.json"
+NAMES = re.compile(r"(samples|gallery|adversarial-\d{4,9})\.safetensors")
+PICTURES = ("clean", "adversarial")  # the images of each sample in a gallery
+OWN = "verdict"  # the folder of a run in which the evidence on its own model is
 
 
 class DamagedError(UserError):
@@ -65,13 +56,17 @@ class Bundle:
     def seal(self) -> str:
         return str(self.record["seal"])
 
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What is in one of its files; refused if it was changed since."""
+        return _tensors(self.folder / name, self.record["files"].get(name, ""))
+
     def images(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows, adversarial images), a file at a time, rows in rising order over all of them."""
         last, shape, n = -1, None, len(self.samples["label"])
         for name in sorted(self.record["files"]):
             if not name.startswith("adversarial-"):
                 continue
-            part, path = _tensors(self.folder / name, self.record["files"][name]), self.folder / name
+            part, path = self.tensors(name), self.folder / name
             if part.keys() != {"rows", "images"}:
                 raise DamagedError(f"{path}: expected rows and images, got {', '.join(sorted(part)) or 'nothing'}")
             rows, images = part["rows"], part["images"]
@@ -101,62 +96,78 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         folder.mkdir(parents=True, exist_ok=True)
         # That of an evaluation whose time ran out would not fit the files of the one that went on from it.
         (folder / "evidence.json").unlink(missing_ok=True)
-        put("samples.safetensors", {name: getattr(ledger, name) for name in COLUMNS})
+        put("samples.safetensors", ledger.columns())
         broken = (ledger.broken_by >= 0).nonzero()[:, 0]
         image = ledger.kept(broken[:1])
         size = max(min(SHARD, SHARD_BYTES // max(image.numel() * image.element_size(), 1)), 1)
         for shard, rows in enumerate(torch.split(broken, size) if len(broken) else ()):
             put(f"adversarial-{shard:04d}.safetensors", {"rows": rows, "images": ledger.kept(rows)})
-        for path in folder.glob("adversarial-*.safetensors"):  # of an evaluation whose time ran out, which broke more
-            if path.name not in files:
+        if found.gallery:
+            rows = torch.tensor([one.index for one in found.gallery])
+            images = {
+                name: torch.stack([getattr(one, name) for one in found.gallery]) for name in ("clean", "adversarial")
+            }
+            put(GALLERY, {"rows": rows, "tried": ledger.tried[rows], **images})
+        for path in folder.glob("*.safetensors"):  # of an evaluation whose time ran out, which broke more
+            if NAMES.fullmatch(path.name) and path.name not in files:
                 path.unlink()
         record = {
             "format": FORMAT,
             **settings,
-            **claims(found),
+            **_claims(found),
             "data_digest": data_digest(ledger.digest),
             "clean_correct": int(ledger.right.sum()),
-            "robust_correct": int(ledger.alive.sum()),
+            "robust_correct": int(ledger.robust.sum()),
             "files": files,
         }
         record["seal"] = seal_of(record)
-        write_atomic(folder / "evidence.json", _text(record))
+        times = {"clean": found.score("clean").seconds, **{stage.name: stage.seconds for stage in found.stages}}
+        write_atomic(folder / TIMES, json.dumps(times, indent=1).encode())
+        write_atomic(folder / "evidence.json", _text(record))  # last: who finds it finds all the rest
     return str(record["seal"])
 
 
-def claims(found: Evaluation) -> dict[str, Any]:
-    """What an evaluation says that does not depend on the time it took, as JSON has it."""
+def _claims(found: Evaluation) -> dict[str, Any]:
+    """What an evaluation says that neither its settings nor its samples say, as JSON has it."""
+    assert found.verdict is not None
     said = {
         "classes": found.classes,
-        "stages": [
-            {key: value for key, value in dataclasses.asdict(stage).items() if key != "seconds"}
-            for stage in found.stages
-        ],
-        "verdict": None if found.verdict is None else dataclasses.asdict(found.verdict),
-        "right": found.right,
-        "confusion": found.confusion,
+        "stages": [_counts(stage) for stage in found.stages],
+        "verdict": {name: value for name, value in dataclasses.asdict(found.verdict).items() if name in _VERDICT},
         "curve": [dataclasses.asdict(point) for point in found.curve],
         "curve_attack": found.curve_attack,
         "notes": found.notes,
-        "gallery": _gallery_digest(found),
     }
     plain: dict[str, Any] = json.loads(json.dumps(said))
     return plain
 
 
-def _gallery_digest(found: Evaluation) -> str:
-    digest = hashlib.sha256()
-    for one in found.gallery:
-        said = (one.index, one.label, one.clean_prediction, one.adversarial_prediction, one.attack)
-        digest.update(repr(said).encode())
-        for image in (one.clean, one.adversarial):
-            digest.update(repr((str(image.dtype), tuple(image.shape))).encode())
-            digest.update(image.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def _counts(stage: StageRecord) -> dict[str, Any]:
+    """What a stage did. What it was told to do is in the suite."""
+    return {name: value for name, value in vars(stage).items() if name not in ("settings", "seconds")}
+
+
+def bundle_at(path: Path) -> Path:
+    """The folder with the evidence: `path`, or for a run's folder its ``verdict``."""
+    for folder in (path, path / OWN):
+        if (folder / "evidence.json").exists():
+            return folder
+    expected = f"no evidence in {path}: evidence.json is missing there and in its folder {OWN!r}"
+    there = sorted(place.parent for name in ("*", "evaluations/*") for place in path.glob(f"{name}/evidence.json"))
+    if there:
+        raise UserError(f"{expected}; it has these evaluations, name one: {', '.join(map(str, there))}")
+    raise UserError(expected)
+
+
+def finished(folder: Path) -> bool:
+    """Whether `folder` holds the evidence of an evaluation that has nothing left to do."""
+    # The folder of a run's batches goes last: while it is there, the run is not done.
+    return (folder / "evidence.json").exists() and not (folder / "work").exists()
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read evidence back; refuse any that was changed since."""
+    """Read the evidence at `folder` back (see `bundle_at`); refuse any that was changed since."""
+    folder = bundle_at(folder)
     path = folder / "evidence.json"
     try:
         content = path.read_bytes()
@@ -168,8 +179,6 @@ def read_bundle(folder: Path) -> Bundle:
             raise DamagedError(f"{path} was changed: its seal does not fit its content")
         Claims.model_validate(record)
         threat = ThreatModel(**record["threat"])
-    except FileNotFoundError:
-        raise UserError(f"no evidence in {folder}: evidence.json is missing") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except pydantic.ValidationError as error:
@@ -217,7 +226,7 @@ def seal_of(record: dict[str, Any]) -> str:
 
 
 def _text(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, indent=1, sort_keys=True).encode()
+    return json.dumps(record, indent=1).encode()
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -231,26 +240,35 @@ def weights_digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's weights are, or its buffers; the CPU for one that has none."""
+    return next((value.device for value in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
 def data_digest(digests: Tensor) -> str:
     """The SHA-256 of the samples' own digests, in their order."""
     return hashlib.sha256(digests.numpy().tobytes()).hexdigest()
 
+
+# What a verdict says that no count and no setting says.
+_VERDICT = ("trust", "reasons", "flags", "complete", "escalated")
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Part(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True)
+    # What nobody knows nobody checks: a claim under another name is refused.
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
 class _Planned(_Part):
     name: str
     attack: dict[str, Any]
     share: Annotated[float, Field(gt=0, le=1)]
-    sentinel: bool
-    escalation: bool
-    pilot: bool
+    warm: bool
+    role: Role
+    precision: Literal["full", "bfloat16"]
 
 
 class _Suite(_Part):
@@ -261,7 +279,6 @@ class _Suite(_Part):
 
 class _Stage(_Part):
     name: str
-    settings: dict[str, Any]
     attacked: Count
     broken: Count
     left: Count
@@ -274,25 +291,28 @@ class _Flag(_Part):
     figure: float
     limit: float
     raised: bool
-    trust: Literal["sound", "suspect", "invalid"]
+    trust: Trust
     text: str
 
 
 class _Verdict(_Part):
-    correct: Count
-    total: Count
-    suite: str
-    trust: Literal["sound", "suspect", "invalid"]
+    trust: Trust
     reasons: list[str]
     flags: list[_Flag]
     complete: bool
     escalated: bool
-    protocol: bool
+
+
+class _Point(_Part):
+    eps: Annotated[float, Field(ge=0)]
+    correct: Count
+    total: Count
 
 
 class Claims(_Part):
-    """The claims of an evaluation; what more is written there is settings."""
+    """All that ``evidence.json`` says."""
 
+    format: int
     model: str
     weights: Hash
     data: str
@@ -307,12 +327,9 @@ class Claims(_Part):
     clean_correct: Count
     robust_correct: Count
     stages: list[_Stage]
-    verdict: _Verdict | None
-    confusion: list[list[Count]]
-    right: list[Count]
-    curve: list[dict[str, Any]]
+    verdict: _Verdict
+    curve: list[_Point]
     curve_attack: str
     notes: list[str]
-    gallery: Hash
     files: dict[str, Hash]
     seal: Hash

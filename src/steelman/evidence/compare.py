@@ -1,7 +1,7 @@
-"""Comparing verdicts: which model withstands more, on the samples that both were attacked on.
+"""Comparing verdicts: which model has more robust samples, of those that both were attacked on.
 
-Two models on the same samples are compared pair by pair: only those samples tell them apart that one withstands and the
-other does not. If neither is the stronger, such a sample falls to either side with probability 1/2 (McNemar, 1947,
+Two models on the same samples are compared pair by pair: only those samples tell them apart that are robust for one and
+not for the other. If neither model is the stronger, either side has such a sample with probability 1/2 (McNemar, 1947,
 "Note on the sampling error of the difference between correlated proportions or percentages", in its exact form). Of
 several tests some come out small by chance; Holm's correction (1979, "A simple sequentially rejective multiple test
 procedure") makes up for that.
@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy.stats import binomtest
@@ -42,7 +43,7 @@ class Measured:
     complete: bool
 
     @property
-    def standing(self) -> str:
+    def word(self) -> str:
         """Its trust in a word or two; of given attacks nobody asked whether they work, so they give a bound."""
         word = "upper bound" if self.protocol and self.trust == "sound" else self.trust
         return word if self.complete else f"{word}, not complete"
@@ -50,10 +51,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two models on the `common` samples: those that only the first withstands, only the second, both.
+    """Two models on the `common` samples: those that are robust for the first alone, for the second alone, for both.
 
     `p` is how often at least so uneven a split would come by chance; `corrected` is Holm's, over all pairs. `but` is
-    why nothing follows from it, where something stands in the way.
+    why nothing follows from it, where there is a reason.
     """
 
     first: str
@@ -70,13 +71,13 @@ class Pair:
     def text(self) -> str:
         """What follows, in a sentence."""
         counts = (
-            f"of {self.common} samples in common, {self.first} alone withstands {self.only_first}, {self.second} "
-            f"alone {self.only_second}"
+            f"of {self.common} samples in common, {self.only_first} are robust for {self.first} alone, "
+            f"{self.only_second} for {self.second} alone"
         )
         if self.corrected < LEVEL:
             ahead, behind = (self.first, self.second)[:: 1 if self.only_first > self.only_second else -1]
             if self.but:
-                return f"more samples of {ahead} than of {behind} were left standing, but {self.but}: {counts}"
+                return f"more samples of {ahead} than of {behind} are robust, but {self.but}: {counts}"
             return f"{ahead} is more robust than {behind}: {counts} ({self.figures})"
         neither = f"these samples do not settle which of {self.first} and {self.second} is the stronger"
         return f"{neither}: {counts} ({self.figures})"
@@ -156,12 +157,12 @@ def _ball(threat: ThreatModel) -> str:
 
 
 def _held(bundle: Bundle) -> dict[tuple[int, int], bool]:
-    """Whether each sample was withstood, by its digest; of samples that are alike, the k-th is matched to the k-th."""
+    """Whether each sample is robust, by its digest; of samples that are alike, the k-th is matched to the k-th."""
     seen: Counter[int] = Counter()
     held = {}
     robust: Tensor = bundle.samples["broken_by"] == ROBUST
-    for digest, stands in zip(bundle.samples["digest"].tolist(), robust.tolist(), strict=True):
-        held[digest, seen[digest]] = stands
+    for digest, one in zip(bundle.samples["digest"].tolist(), robust.tolist(), strict=True):
+        held[digest, seen[digest]] = one
         seen[digest] += 1
     return held
 
@@ -190,8 +191,8 @@ def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measure
     records = [bundles[name].record for name in (pair.first, pair.second)]
     if records[0]["weights"] == records[1]["weights"]:
         return "they have the same weights"
-    if records[0]["suite"] != records[1]["suite"]:
-        return "they were not attacked alike"
+    if unlike := attacked_unlike(*records):
+        return f"they were not attacked alike ({'; '.join(unlike)})"
     unsound = [name for name in (pair.first, pair.second) if models[name].trust != "sound"]
     if unsound:
         return f"the verdict on {unsound[0]} is {models[unsound[0]].trust}"
@@ -199,19 +200,52 @@ def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measure
     return "only given attacks were tried, and nobody asked whether they work on these models" if given else ""
 
 
+def attacked_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """How the suites of two records differ, in words; their seeds may.
+
+    >>> a = {"name": "pgd", "attack": {"steps": 3}, "precision": "full"}
+    >>> b = {"name": "pgd", "attack": {"steps": 5}, "precision": "bfloat16"}
+    >>> attacked_unlike(*({"suite": {"name": "s", "protocol": True, "stages": [stage]}} for stage in (a, b)))
+    ['pgd: steps 3 and 5', 'pgd: precision full and bfloat16']
+    """
+    suites = one["suite"], other["suite"]
+    if suites[0]["name"] != suites[1]["name"]:
+        return [f"suite {suites[0]['name']} and {suites[1]['name']}"]
+    stages: list[dict[str, Any]] = [{stage["name"]: stage for stage in suite["stages"]} for suite in suites]
+    if list(stages[0]) != list(stages[1]) or suites[0]["protocol"] != suites[1]["protocol"]:
+        return [f"stages {' and '.join(', '.join(names) for names in stages)}"]
+    found = []
+    for name, here in stages[0].items():
+        there = stages[1][name]
+        for key in {**here, **there}:
+            if key == "attack":
+                found += [f"{name}: {what}" for what in _apart(here[key], there[key])]
+            elif here.get(key) != there.get(key):
+                found.append(f"{name}: {key} {here.get(key)} and {there.get(key)}")
+    return found
+
+
+def measured_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """How the data and the versions of two records differ, in words."""
+    data = [] if one["data"] == other["data"] else [f"data {one['data']} and {other['data']}"]
+    return data + _apart(one["versions"], other["versions"])
+
+
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [f"{key} {one.get(key)} and {other.get(key)}" for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
 def _measured(name: str, bundle: Bundle) -> Measured:
     record, verdict = bundle.record, bundle.record["verdict"]
-    if verdict is None:
-        raise UserError(f"{name}: expected evidence with a verdict, this has none")
 
     def score(what: str) -> Score:
-        return Score(name=what, settings={}, correct=record[f"{what}_correct"], total=record["total"], seconds=0.0)
+        return Score(name=what, settings={}, correct=record[f"{what}_correct"], total=record["total"])
 
     return Measured(
         name=name,
         clean=score("clean"),
         robust=score("robust"),
-        suite=verdict["suite"],
+        suite=record["suite"]["name"],
         protocol=record["suite"]["protocol"],
         trust=verdict["trust"],
         complete=verdict["complete"],
@@ -230,12 +264,17 @@ def _notes(bundles: Mapping[str, Bundle], models: Sequence[Measured], pairs: Seq
             )
         if bundles[pair.first].record["weights"] == bundles[pair.second].record["weights"]:
             notes.append(f"{pair.first} and {pair.second} have the same weights")
-    if len({str(bundle.record["suite"]) for bundle in bundles.values()}) > 1:
-        suites = ", ".join(f"{model.name} {model.suite}" for model in models)
-        notes.append(f"not attacked alike ({suites}): a weaker suite leaves more samples standing")
+        one, other = (bundles[name].record for name in (pair.first, pair.second))
+        if unlike := attacked_unlike(one, other):
+            notes.append(
+                f"{pair.first} and {pair.second} were not attacked alike ({'; '.join(unlike)}): weaker attacks leave "
+                "more samples robust"
+            )
+        if unlike := measured_unlike(one, other):
+            notes.append(f"{pair.first} and {pair.second} were not measured alike ({'; '.join(unlike)})")
     for model in models:
         if model.trust != "sound":
-            notes.append(f"the verdict on {model.name} is {model.trust}: what withstood may not be robust")
+            notes.append(f"the verdict on {model.name} is {model.trust}: its robust samples may not be")
         if not model.complete:
-            notes.append(f"the evaluation of {model.name} is not complete: more samples would have fallen")
+            notes.append(f"the evaluation of {model.name} is not complete: more samples would be broken")
     return notes

@@ -30,11 +30,23 @@ from steelman.files import write_atomic
 from steelman.losses import margin, standardised
 
 WRONG, ROBUST = -2, -1  # `broken_by` of a sample that is wrong without an attack, and of one that no attack broke
-FORMAT = 1
+FORMAT = 2  # of what an evaluation leaves on disk
+COLUMNS = {  # what is kept of each sample
+    "label": torch.int64,
+    "digest": torch.int64,
+    "clean": torch.int64,
+    "guess": torch.int64,
+    "broken_by": torch.int64,
+    "passes": torch.int64,
+    "margin": torch.float64,
+    "lead": torch.float64,
+    "forwards": torch.int64,
+    "backwards": torch.int64,
+}
 # The share of the samples on which signs of masking and the curve are measured, and how many at least and at most.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
 # What an evaluation leaves in its folder.
-PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "evaluation.json", "gallery.safetensors")
+PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "gallery.safetensors")
 DONE = ".work.done"  # a folder `work` that is no longer needed, on its way out
 HALF_WRITTEN = re.compile(r"\.[\w-]+\.(json|safetensors)\.\w{8}")
 
@@ -69,9 +81,13 @@ class Ledger:
         return self.broken_by != WRONG
 
     @property
-    def alive(self) -> Tensor:
+    def robust(self) -> Tensor:
         """Which samples nothing has broken."""
         return self.broken_by == ROBUST
+
+    def columns(self) -> dict[str, Tensor]:
+        """What is kept of each sample, by name."""
+        return {name: getattr(self, name) for name in COLUMNS}
 
     def points(self, rows: Tensor, x: Tensor) -> Tensor:
         """Where each sample's margin was smallest; `x` are the clean images of `rows`."""
@@ -88,7 +104,7 @@ class Ledger:
         rows, broken = part["rows"], part["broken"]
         self.forwards[rows] += part["forwards"]
         self.backwards[rows] += part["backwards"]
-        news = self.alive[rows]
+        news = self.robust[rows]
         self.tried[rows[news]] = stage
         better = news & (broken | (part["margin"] < self.margin[rows]))
         at = rows[better]
@@ -96,9 +112,9 @@ class Ledger:
         self.guess[at] = part["guess"][better]
         self._points[at] = part["x_adv"][better]
         self.moved[at] = True
-        fallen = rows[news & broken]
-        self.broken_by[fallen] = stage
-        self.passes[fallen] = part["forwards"][news & broken]
+        lost = rows[news & broken]
+        self.broken_by[lost] = stage
+        self.passes[lost] = part["forwards"][news & broken]
 
 
 class Images:
@@ -281,7 +297,7 @@ def pilot_size(total: int) -> int:
 
 
 def nearness(logits: Tensor, y: Tensor) -> Tensor:
-    """How far each sample is from falling, in float64: (z_y - max z_k) / std(z), below 0 where it has fallen.
+    """How far each sample is from being broken, in float64: (z_y - max z_k) / std(z), below 0 where it is.
 
     Of two classes it is z_y - z_k: divided by their own spread, two logits are always as far apart.
     """
@@ -289,7 +305,7 @@ def nearness(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def digests(x: Tensor, y: Tensor) -> Tensor:
-    """A number for each sample that depends on its pixels and label alone: its noise follows it wherever it stands.
+    """A number for each sample that depends on its pixels and label alone: its noise follows it to any place.
 
     >>> x = torch.rand(2, 1, 4, 4)
     >>> bool((digests(x, torch.tensor([0, 1])) == digests(x.double(), torch.tensor([0, 1]))).all())

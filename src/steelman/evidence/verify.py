@@ -15,15 +15,16 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from steelman.data.source import Source
 from steelman.errors import UserError
-from steelman.evaluation.result import Evaluation, Trust
-from steelman.evidence.bundle import Bundle, DamagedError, claims, data_digest, read_bundle, weights_digest
+from steelman.evaluation.result import Trust
+from steelman.evidence.bundle import Bundle, DamagedError, data_digest, device_of, read_bundle, weights_digest
+from steelman.evidence.gallery import Shown, check_gallery, gallery_of
 from steelman.evidence.ledger import ROBUST, WRONG, digests, nearness, pilot_size
 from steelman.losses import magnitude, margin
 from steelman.precision import full_precision
@@ -55,7 +56,8 @@ def verify(
     source: Source | None = None,
     device: torch.device | None = None,
 ) -> Checked:
-    """Check the evidence in `folder`; raise with the first thing that is not as claimed.
+    """Check the evidence in `folder`, or in ``verdict`` of a run's folder; raise with the first thing that is not as
+    claimed.
 
     Images are put to the model on `device`, or where its weights are.
     """
@@ -68,25 +70,21 @@ def verify(
     check_consistency(bundle)
     asked = None
     if model is not None:
+        model = _read_as_evaluated(model, source)
         if weights_digest(model) != record["weights"]:
             raise DamagedError("the model's weights are not those that were evaluated")
         asked = _Asked(model, device, len(record["classes"]))
     if source is not None:
         _clean(bundle, source, asked)
-    shown, rounded = torch.zeros(record["total"], dtype=torch.bool), 0
-    for rows, images in bundle.images():
-        if bool((samples["broken_by"][rows] < 0).any()):
-            raise DamagedError("an adversarial image belongs to a sample that is not claimed to be broken")
-        shown[rows] = True
-        low, high = bundle.threat.low, bundle.threat.high
-        if not bool(((images >= low) & (images <= high)).all()):  # NaN is neither
-            raise DamagedError(f"some of the adversarial images {_some(rows)} leave the range {low:g} .. {high:g}")
-        if source is not None:
-            for part, x_adv in zip(_parts(rows, source), _parts(images, source), strict=True):
-                rounded += _examples(bundle, part, x_adv, source, asked)
+    gallery = gallery_of(bundle)
+    shown, pictured, rounded = _images(bundle, gallery, source, asked)
     missing = (samples["broken_by"] >= 0) & ~shown
     if bool(missing.any()):
         raise DamagedError(f"no adversarial image for the broken samples {_some(missing.nonzero()[:, 0])}")
+    if gallery is not None:
+        check_gallery(bundle, gallery, pictured)
+        if asked is not None:
+            _pictures(bundle, gallery, asked)
     return Checked(
         seal=bundle.seal,
         samples=record["total"],
@@ -98,15 +96,24 @@ def verify(
     )
 
 
+def _read_as_evaluated(model: nn.Module, source: Source | None) -> nn.Module:
+    """The model as an evaluation reads it, whose answers may be objects, dicts or tuples."""
+    from steelman.models.wrap import detected  # it needs the attacks' rooms, and evidence is checked without them
+
+    if source is None or not len(source):
+        return model
+    first = source.images(torch.arange(min(2, len(source))))
+    return detected(model, first.to(device_of(model))).model
+
+
 class _Asked:
     """A model that is asked in eval mode and full precision."""
 
     def __init__(self, model: nn.Module, device: torch.device | None, classes: int) -> None:
         self.model, self.classes = model, classes
-        parameters = list(model.parameters())
-        kinds = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+        kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self.dtype = torch.float64 if kinds == {torch.float64} else torch.float32
-        self.device = device or next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self.device = device or device_of(model)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Logits in float64, on the CPU."""
@@ -152,6 +159,28 @@ def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
                 raise DamagedError(f"the {name} of samples {_some(rows[bad])} is not what the model gives")
 
 
+def _images(
+    bundle: Bundle, gallery: Shown | None, source: Source | None, asked: _Asked | None
+) -> tuple[Tensor, dict[int, Tensor], int]:
+    """Check every adversarial image. Which samples have one, the images of those in the gallery, and how many still
+    fool the model after rounding to 8 bits."""
+    shown, pictured, rounded = torch.zeros(bundle.record["total"], dtype=torch.bool), dict[int, Tensor](), 0
+    low, high = bundle.threat.low, bundle.threat.high
+    for rows, images in bundle.images():
+        if bool((bundle.samples["broken_by"][rows] < 0).any()):
+            raise DamagedError("an adversarial image belongs to a sample that is not claimed to be broken")
+        shown[rows] = True
+        if not bool(((images >= low) & (images <= high)).all()):  # NaN is neither
+            raise DamagedError(f"some of the adversarial images {_some(rows)} leave the range {low:g} .. {high:g}")
+        if gallery is not None:
+            at = torch.isin(rows, gallery.rows)
+            pictured.update(zip(rows[at].tolist(), images[at], strict=True))
+        if source is not None:
+            for part, x_adv in zip(_parts(rows, source), _parts(images, source), strict=True):
+                rounded += _examples(bundle, part, x_adv, source, asked)
+    return shown, pictured, rounded
+
+
 def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked: _Asked | None) -> int:
     """Radius and prediction of some adversarial images; how many fool the model after rounding to 8 bits."""
     threat, y = bundle.threat, bundle.samples["label"][rows]
@@ -174,6 +203,17 @@ def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked
     steps = (x_adv - threat.low) / (threat.high - threat.low) * 255
     rounded = threat.low + steps.round() / 255 * (threat.high - threat.low)
     return int((asked(rounded.clamp(threat.low, threat.high)).argmax(dim=1) != y).sum())
+
+
+def _pictures(bundle: Bundle, gallery: Shown, asked: _Asked) -> None:
+    """The model says of the gallery's images what the samples say: there each came nearest to being wrong."""
+    rows, samples = gallery.rows, bundle.samples
+    logits = asked(gallery.adversarial)
+    if len(other := rows[~_says(logits, samples["guess"][rows], asked.dtype)]):
+        raise DamagedError(f"the model does not say what is claimed of the gallery's samples {_some(other)}")
+    for name, value, unit in _margins(logits, samples["label"][rows], asked.dtype):
+        if len(other := rows[(samples[name][rows] - value).abs() > unit]):
+            raise DamagedError(f"the {name} of the gallery's samples {_some(other)} is not what the model gives")
 
 
 def _says(logits: Tensor, claimed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,7 +253,6 @@ def check_consistency(bundle: Bundle) -> None:
     _counts(bundle)
     _stages(bundle)
     _verdict(bundle)
-    _copy(bundle)
 
 
 def _columns(bundle: Bundle) -> None:
@@ -227,11 +266,11 @@ def _columns(bundle: Bundle) -> None:
         raise DamagedError("a sample is claimed to be broken by a stage that the suite does not have")
     if bool(((samples["clean"] == label) != (broken_by != WRONG)).any()):
         raise DamagedError("a sample is counted as right or wrong against what the model said of it")
-    fallen = broken_by >= 0
-    if bool((fallen & (samples["guess"] == label)).any()):
+    broken = broken_by >= 0
+    if bool((broken & (samples["guess"] == label)).any()):
         raise DamagedError("a sample is claimed to be broken by an image that the model gets right")
     for name in ("margin", "lead"):
-        if not bool(samples[name].isfinite().all()) or bool((fallen & (samples[name] >= 0)).any()):
+        if not bool(samples[name].isfinite().all()) or bool((broken & (samples[name] >= 0)).any()):
             raise DamagedError(f"samples.safetensors: {name} is not a number, or not below 0 where a sample is broken")
     counts = [samples[name] for name in ("passes", "forwards", "backwards")]
     if any(bool(((count < 0) | (count > 1 << 40)).any()) for count in counts) or bool((counts[0] > counts[1]).any()):
@@ -241,22 +280,17 @@ def _columns(bundle: Bundle) -> None:
 def _counts(bundle: Bundle) -> None:
     """What is claimed of all must follow from what is claimed of each."""
     record, samples = bundle.record, bundle.samples
-    classes, label = len(record["classes"]), samples["label"]
-    said = torch.where(samples["broken_by"] == ROBUST, label, samples["guess"])
-    said = torch.where(samples["broken_by"] == WRONG, samples["clean"], said)
-    if [len(row) for row in record["confusion"]] != [classes] * classes:
-        raise DamagedError(f"evidence.json: expected a confusion table of {classes} by {classes}")
     expected = {
         "clean_correct": int((samples["broken_by"] != WRONG).sum()),
         "robust_correct": int((samples["broken_by"] == ROBUST).sum()),
         "data_digest": data_digest(samples["digest"]),
-        "right": torch.bincount(label[samples["broken_by"] != WRONG], minlength=classes).tolist(),
-        "confusion": torch.bincount(label * classes + said, minlength=classes**2).view(classes, classes).tolist(),
     }
     for key, value in expected.items():
         if record[key] != value:
-            got = "" if key in ("confusion", "right") else f" is {record[key]}, and the samples say {value}"
-            raise DamagedError(f"evidence.json: {key}{got or ' is not that of the samples'}")
+            raise DamagedError(f"evidence.json: {key} is {record[key]}, and the samples say {value}")
+    for point in record["curve"]:
+        if point["correct"] > point["total"] or point["total"] > record["total"]:
+            raise DamagedError(f"evidence.json: the curve counts {point['correct']} of {point['total']} samples")
 
 
 def _stages(bundle: Bundle) -> None:
@@ -266,9 +300,9 @@ def _stages(bundle: Bundle) -> None:
     last, left, ran = -1, record["clean_correct"], record["stages"]
     for done in ran:
         name = done["name"]
-        number, stage = planned.get(name, (-1, {}))
-        if number <= last or done["settings"] != stage["attack"]:
-            raise DamagedError(f"{name} is not a stage of the suite, not in its place, or had other settings")
+        number, _ = planned.get(name, (-1, {}))
+        if number <= last:
+            raise DamagedError(f"{name} is not a stage of the suite, or not in its place")
         count = int((samples["broken_by"] == number).sum())
         if record["suite"]["protocol"]:  # each attacks all, and the first to break a sample has it
             fits = done["broken"] >= count and done["left"] == record["clean_correct"] - done["broken"]
@@ -288,8 +322,8 @@ def _stages(bundle: Bundle) -> None:
         total = clean + sum(done[kind] for done in ran)
         if int(samples[kind].sum()) != total:
             raise DamagedError(f"the stages count {total} {kind}, and the samples {int(samples[kind].sum())}")
-    verdict = record["verdict"] or {"complete": False, "escalated": False}
-    wanted = [name for name in idle if not planned[name][1]["escalation"] or verdict["escalated"]]
+    verdict = record["verdict"]
+    wanted = [name for name in idle if planned[name][1]["role"] != "escalation" or verdict["escalated"]]
     if verdict["complete"] and wanted:
         raise DamagedError(f"the verdict is claimed to be complete, and {wanted[0]} did not run")
     if verdict["complete"] and not record["suite"]["protocol"]:
@@ -303,9 +337,9 @@ def _shares(bundle: Bundle) -> None:
     for done in record["stages"]:
         stage = plan[done["name"]]
         expected = math.ceil(stage["share"] * left) if stage["share"] < 1 else left
-        if stage["pilot"]:
+        if stage["role"] == "pilot":
             expected = min(left, pilot_size(record["total"]))
-        if stage["sentinel"]:  # one draw for all of them
+        if stage["role"] == "sentinel":  # one draw for all of them
             expected = expected if watched is None else watched
             watched = expected - done["broken"]
         if done["attacked"] != expected:
@@ -314,16 +348,8 @@ def _shares(bundle: Bundle) -> None:
 
 
 def _verdict(bundle: Bundle) -> None:
-    """The verdict says what the counts and the flags say."""
+    """The trust is what the flags leave of it."""
     record, verdict = bundle.record, bundle.record["verdict"]
-    if verdict is None:
-        return
-    if (verdict["correct"], verdict["total"]) != (record["robust_correct"], record["total"]):
-        raise DamagedError("the verdict's counts are not those of the samples")
-    if verdict["protocol"] != record["suite"]["protocol"]:
-        raise DamagedError("the verdict is of a protocol and the suite is none, or the other way round")
-    if verdict["suite"] != record["suite"]["name"]:
-        raise DamagedError(f"the verdict is of suite {verdict['suite']!r}, the settings of {record['suite']['name']!r}")
     order = get_args(Trust)
     for flag in verdict["flags"]:
         if flag["raised"] != (flag["figure"] > flag["limit"]):
@@ -332,7 +358,7 @@ def _verdict(bundle: Bundle) -> None:
             raise DamagedError(f"the verdict is {verdict['trust']} in spite of the flag {flag['name']!r}")
     if not verdict["complete"] and verdict["trust"] == "sound":
         raise DamagedError("the verdict is sound, though not complete")
-    if verdict["complete"] and not verdict["protocol"]:
+    if verdict["complete"] and not record["suite"]["protocol"]:
         _flags(bundle)
 
 
@@ -343,46 +369,17 @@ def _flags(bundle: Bundle) -> None:
     missing = [name for name in MEASURED if name not in figures]
     if missing and record["clean_correct"]:
         raise DamagedError(f"the verdict is claimed to be complete, and the flag {missing[0]!r} was not measured")
-    sentinels = [stage["name"] for stage in plan if stage["sentinel"]]
+    sentinels = [stage["name"] for stage in plan if stage["role"] == "sentinel"]
     broken = sum(done["broken"] for done in record["stages"] if done["name"] in sentinels)
     if sentinels and figures.get("sentinel broken") != broken:
         raise DamagedError(f"the sentinel broke {broken} samples, and the flag says {figures.get('sentinel broken')}")
-    climbs = [done["broken"] for done in record["stages"] if done["settings"]["attack"] == "MultiTargeted"]
+    targeted = {stage["name"] for stage in plan if stage["attack"].get("attack") == "MultiTargeted"}
+    climbs = [done["broken"] for done in record["stages"] if done["name"] in targeted]
     if climbs and figures.get("targeted ahead") != sum(climbs) / record["total"]:
         raise DamagedError("what the targeted stages broke is not what the flag 'targeted ahead' says")
     counts = [point["correct"] for point in record["curve"]]
     if counts and counts[0] and figures.get("accuracy levels off") != counts[-1] / counts[0]:
         raise DamagedError("where the curve ends is not what the flag 'accuracy levels off' says")
-    doubt = any(flag["raised"] for flag in verdict["flags"]) and any(stage["escalation"] for stage in plan)
+    doubt = any(flag["raised"] for flag in verdict["flags"]) and any(stage["role"] == "escalation" for stage in plan)
     if verdict["escalated"] != doubt:
         raise DamagedError("the verdict is escalated without a flag, or not in spite of one")
-
-
-def _copy(bundle: Bundle) -> None:
-    """evaluation.json, from which the report is made, says the same; it has times besides, and is not sealed."""
-    path = bundle.folder / "evaluation.json"
-    if not path.exists():
-        return
-    try:
-        found = Evaluation.load(bundle.folder)
-        said: dict[str, Any] = {**claims(found), "model": found.model, "data": found.data, "total": found.total}
-        said |= {"seed": found.seed, "versions": found.versions}
-        said["threat"] = {name: getattr(found, name) for name in bundle.record["threat"]}
-        said["clean_correct"], said["robust_correct"] = (found.score(n).correct for n in ("clean", "worst case"))
-        said["scores"] = [[s.name, s.correct, s.total, s.settings] for s in found.scores]
-        said["margins"] = list(found.margins)
-    except UserError as error:
-        raise DamagedError(str(error)) from None
-    except (TypeError, LookupError, AttributeError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
-    alive = bundle.samples["margin"][bundle.samples["broken_by"] == ROBUST].sort().values
-    expected = {**bundle.record, "margins": [round(value, 6) for value in alive.tolist()]}
-    record = bundle.record
-    expected["scores"] = [
-        ["clean", record["clean_correct"], record["total"], {}],
-        *([s["name"], s["left"], record["total"], s["settings"]] for s in record["stages"]),
-        ["worst case", record["robust_correct"], record["total"], {}],
-    ]
-    for key, value in said.items():
-        if value != expected[key]:
-            raise DamagedError(f"{path} was changed: its {key} is not that of the evidence")

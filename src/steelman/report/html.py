@@ -19,7 +19,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from steelman.errors import UserError
-from steelman.evaluation.result import CurvePoint, Evaluation, Example, Score, interval
+from steelman.evaluation.result import (
+    CurvePoint,
+    Evaluation,
+    Example,
+    Score,
+    in_255ths,
+    interval,
+    radius,
+    seconds_of,
+)
 from steelman.files import write_atomic
 from steelman.report import text, verdict
 from steelman.report.classes import classes
@@ -88,8 +97,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (text.percent, text.bounds, text.accuracy, text.radius, text.norm_name, text.options):
+    for function in (text.percent, text.bounds, text.accuracy, radius, text.norm_name, text.options, text.seconds):
         environment.filters[function.__name__] = function
+    environment.filters["seconds_of"] = seconds_of
     environment.tests["attack"] = lambda name: name not in (CLEAN, WORST)
     return environment
 
@@ -154,7 +164,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[Entry, Style, E
     wide = Chart(
         id=f"{key}-wide",
         title=f"Accuracy against eps, {text.norm_name(norm)}, {data}",
-        x=eps_axis([*near, *([target] if target else [])], in_255ths=any(map(text.in_255ths, near))),
+        x=eps_axis([*near, *([target] if target else [])], in_255ths=any(map(in_255ths, near))),
         y=percent_axis("accuracy"),
         lines=tuple(
             Line(
@@ -168,7 +178,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[Entry, Style, E
             )
             for (entry, style, _), points in zip(group, found, strict=True)
         ),
-        rule=(target, f"eps = {text.radius(target)}") if target else None,
+        rule=(target, f"eps = {radius(target)}") if target else None,
         width=860,
         height=370,
         top=26,

@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from steelman.evaluation.result import Evaluation
+from steelman.evaluation.result import Evaluation, radius
 from steelman.report.entry import Entry
-from steelman.report.text import accuracy, columns, groups, norm_name, radius
+from steelman.report.text import accuracy, columns, groups, norm_name
 
 _COLOURS = {"sound": "bold green", "suspect": "bold yellow", "invalid": "bold red"}
 
@@ -64,7 +64,7 @@ def verdict_text(evaluation: Evaluation) -> Text:
     if not verdict.complete:
         text.append(", not complete", style="not bold")
     if verdict.escalated:
-        text.append(", escalated: all of AutoAttack on every survivor", style="not bold")
+        text.append(", escalated: all of AutoAttack on every robust sample", style="not bold")
     for reason in verdict.reasons:
         text.append(f"\n  - {reason}", style="not bold")
     if evaluation.stages and not verdict.protocol:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, interval
+from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, radius, share_of
 from steelman.report.entry import CLEAN, WORST, Entry
 
 UNNAMED = "custom"  # the suite of attacks that were given one by one
@@ -32,20 +32,15 @@ def bounds(ends: tuple[float, float]) -> str:
 
 def accuracy(found: Score | CurvePoint | Verdict) -> str:
     """A score, a verdict or a point of a curve as "91.2% [88.9, 93.1]"."""
-    return f"{percent(found.correct / found.total)} {bounds(interval(found.correct, found.total))}"
+    return share_of(found.correct, found.total)
 
 
-def in_255ths(eps: float) -> bool:
-    """Whether a radius is meant as a count of 8-bit grey levels: 8/255 is, 0.2 (though also 51/255) is not."""
-    return abs(eps - round(eps, 3)) > 1e-9 and abs(eps * 510 - round(eps * 510)) < 1e-4
-
-
-def radius(eps: float) -> str:
+def seconds(value: float | None) -> str:
     """
-    >>> radius(8 / 255), radius(0.2)
-    ('8/255', '0.2')
+    >>> seconds(1.26), seconds(None)
+    ('1.3', '–')
     """
-    return f"{round(eps * 510) / 2:g}/255" if in_255ths(eps) else f"{eps:.4g}"
+    return "–" if value is None else f"{value:.1f}"
 
 
 def norm_name(norm: str) -> str:

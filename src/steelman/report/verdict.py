@@ -1,4 +1,4 @@
-"""What the page says of a verdict: its trust, the checks, the stages that led to it, and the survivors' margins."""
+"""What the page says of a verdict: its trust, the checks, the stages that led to it, and the margins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when 
     "image itself.",
     "one step stronger": "Share of the samples tried that one large step breaks and many small ones do not. Many "
     "should always do better.",
-    "starts disagree": "Share of the samples tried that fall from one random start and not from another.",
+    "starts disagree": "Share of the samples tried that one random start breaks and another does not.",
     "black box stronger": "Share of the samples tried that random guesses break and gradients do not. Who sees the "
     "gradient should do better.",
     "transfer stronger": "Share of the samples tried that points made for another model break and gradients of this "
@@ -40,12 +40,12 @@ _LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when 
     "undefined answers": "Share of the points tried that the model answers with NaN or infinity.",
     "coarse answers": "Share of the points tried where the logits differ by less than roundings, so that which class "
     "leads is chance.",
-    "sentinel broken": "How many of a few survivors, drawn whatever their margin, fell to the whole of AutoAttack. "
-    "None should: those that came nearest to falling were attacked most.",
-    "targeted ahead": "Share of all samples that fell to climbs towards one other class, after climbs away from the "
+    "sentinel broken": "How many of a few robust samples, drawn whatever their margin, the whole of AutoAttack broke. "
+    "None should be: those with the smallest margins were attacked most.",
+    "targeted ahead": "Share of all samples that climbs towards one other class broke, after climbs away from the "
     "true one had left them.",
     "logits not finite": "How many attacked points the model answered with NaN or infinity.",
-    "accuracy levels off": "Share of the samples tried that withstand the attack even where any image may become any "
+    "accuracy levels off": "Share of the samples tried that are robust even where any image may become any "
     "other. It should be none.",
 }
 _COUNTED = ("sentinel broken", "logits not finite")  # the others are shares
@@ -64,7 +64,7 @@ class Judgement:
 
     @property
     def word(self) -> str:
-        return "upper bound" if self.kind == "bound" else self.kind
+        return self.verdict.word
 
     @property
     def meaning(self) -> str:
@@ -197,7 +197,7 @@ def _points(entry: Entry, rows: Sequence[StageRow]) -> list[Point]:
 
 
 def margins(models: Models) -> list[tuple[Entry, Style, Chart | None]]:
-    """A histogram for each cascade, all on one axis; none where nothing survived."""
+    """A histogram for each cascade, all on one axis; none where no sample is robust."""
     found = [
         (entry, look, sorted(filter(math.isfinite, entry.cascade.margins))) for entry, look in models if entry.cascade
     ]
@@ -206,16 +206,16 @@ def margins(models: Models) -> list[tuple[Entry, Style, Chart | None]]:
     for number, (entry, look, values) in enumerate(found):
         bars = histogram(values, (x.low, x.high), BINS)
         said = (
-            f"{len(values)} survivors: the smallest margin is {values[0]:.3g}, the median "
+            f"{len(values)} robust samples: the smallest margin is {values[0]:.3g}, the median "
             f"{values[len(values) // 2]:.3g}, the largest {values[-1]:.3g}."
             if values
             else ""
         )
         chart = Chart(
             id=f"margins{number}",
-            title=f"Margins of the survivors, {entry.name}",
+            title=f"Margins of the robust samples, {entry.name}",
             x=x,
-            y=axis("survivors", (bar.height for bar in bars), whole=True),
+            y=axis("robust samples", (bar.height for bar in bars), whole=True),
             bars=bars,
             said=said,
         )
@@ -223,5 +223,5 @@ def margins(models: Models) -> list[tuple[Entry, Style, Chart | None]]:
     return charts
 
 
-def score_of(name: str, correct: int, total: int, seconds: float = 0.0) -> Score:
+def score_of(name: str, correct: int, total: int, seconds: float | None = None) -> Score:
     return Score(name=name, settings={}, correct=correct, total=total, seconds=seconds)

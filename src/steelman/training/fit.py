@@ -27,7 +27,7 @@ from steelman.evaluation.progress import showing
 from steelman.evaluation.stages import Suite
 from steelman.evidence.bundle import weights_digest
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
-from steelman.models.classifier import Classifier, Ensemble
+from steelman.models.classifier import Classifier, Ensemble, build_classifier
 from steelman.models.wrap import Wrapped, detected
 from steelman.objectives.base import Objective, check_model
 from steelman.objectives.criterion import bare
@@ -299,9 +299,30 @@ def _again(place: Path, net: nn.Module, model: nn.Module) -> Run:
     return dataclasses.replace(run, kept=_outer(model, run.model, net))
 
 
+def _built(net: nn.Module, train: Source) -> dict[str, Any] | None:
+    """The names and options from which steelman builds this very model again; None if it does not."""
+    if not isinstance(net, Classifier) or net.spec is None:
+        return None
+    spec, head = net.spec["model"], net.spec["head"]
+    with torch.random.fork_rng(devices=[]):
+        again = build_classifier(
+            spec["name"],
+            input_shape=train.shape,
+            num_classes=net.head.num_classes,
+            head=head["name"],
+            head_options=head["options"],
+            mean=spec["mean"],
+            std=spec["std"],
+            **spec["options"],
+        )
+    # Whoever changed a layer or the head since has another model, which only their code can build.
+    same = repr(again) == repr(net) and again.state_dict().keys() == net.state_dict().keys()
+    return net.spec if same and net.head.num_classes == len(train.classes) else None
+
+
 def _description(net: nn.Module, train: Source, threat: ThreatModel, how: RunSettings, name: str) -> dict[str, Any]:
     """What model.json says: how to rebuild a model that steelman built, and of any other the name of its class."""
-    spec = net.spec if isinstance(net, Classifier) else None
+    spec = _built(net, train)
     own = {"name": None, "class": name, "wrapped": isinstance(net, Wrapped)}
     return {
         "recipe": name,

@@ -26,7 +26,8 @@ from steelman.errors import UserError, resume_command
 from steelman.evaluation.evaluate import evaluate, versions
 from steelman.evaluation.result import Evaluation, Verdict
 from steelman.evaluation.stages import Suite
-from steelman.evidence.bundle import OWN, finished
+from steelman.evaluation.suites import suite_of
+from steelman.evidence.bundle import OWN, finished, read_bundle, weights_digest
 from steelman.files import write_atomic
 from steelman.models.batchnorm import route, split_norms
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
@@ -258,8 +259,10 @@ def finish(
         if not suite:
             continue
         if finished(folder / place):  # by a process that was killed before it wrote the report
-            found.append(Evaluation.load(folder / place))
-            continue
+            if _still(folder / place, model, measured, suite):
+                found.append(Evaluation.load(folder / place))
+                continue
+            (folder / place).rename(folder / f"{place}-{time.time_ns()}")  # it answers another question
         found.append(
             evaluate(
                 model,
@@ -290,6 +293,27 @@ def finish(
     }
     write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last: it marks a finished run
     return run
+
+
+def _still(folder: Path, model: nn.Module, measured: Measured, suite: str | Suite | dict[str, Attack]) -> bool:
+    """Whether finished evidence is of this very question."""
+    record = read_bundle(folder).record
+    asked = suite_of(suite, measured.threat)
+    stages = [stage.name for stage in asked.stages]
+    attacks = [stage["attack"] for stage in record["suite"]["stages"]]
+    # Of a cascade the names suffice: they stand for one version of its stages.
+    if asked.protocol and attacks != [stage.described() for stage in asked.stages]:
+        return False
+    return [stage["name"] for stage in record["suite"]["stages"]] == stages and all(
+        record[key] == value
+        for key, value in {
+            "total": len(measured.source),
+            "seed": measured.seed,
+            "batch_size": measured.batch_size,
+            "weights": weights_digest(model),
+            "threat": dataclasses.asdict(measured.threat),
+        }.items()
+    )
 
 
 def entries_of(run: Run, name: str) -> list[Entry]:

@@ -1,0 +1,273 @@
+"""How far the nearest adversarial points are: mean and median distance, where a verdict asks about one radius."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from steelman.attacks import ATTACKS, Attack
+from steelman.attacks.engine import Search
+from steelman.data.source import ArraySource, Source, batches, stream
+from steelman.errors import UserError
+from steelman.evaluation.checks import as_model, check_contract, check_manners, predictions
+from steelman.evaluation.evaluate import versions
+from steelman.evaluation.progress import Ticker, showing
+from steelman.evaluation.result import interval
+from steelman.evaluation.stages import describe
+from steelman.files import write_atomic
+from steelman.precision import full_precision
+from steelman.rng import Key
+from steelman.threat import ThreatModel, norms
+
+RESAMPLES = 2000  # more of them move the ends of an interval by less than its width in a hundred
+CHUNK = 2**22  # numbers drawn at a time, so that many samples need no more memory than few
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distances:
+    """The distance to each sample's nearest adversarial point that an attack found, and all that is needed to read it.
+
+    `values` has one distance for each sample. It is 0 for a sample that the model gets wrong without an attack. Where
+    the attack found no adversarial point, it is `widest`, which no distance exceeds. `wrong` and `unreached` count the
+    two. `forwards` and `backwards` are passes through the model, of all samples together.
+    """
+
+    model: str
+    data: str
+    norm: str
+    eps: float
+    widest: float
+    seed: int
+    attack: dict[str, Any]
+    values: tuple[float, ...]
+    wrong: int
+    unreached: int
+    forwards: int
+    backwards: int
+    seconds: float
+    versions: dict[str, str]
+
+    @property
+    def total(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        """The mean over all samples; of RayS in linf, the average decision boundary distance (ADBD)."""
+        return float(np.mean(self.values))
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.values))
+
+    @functools.cached_property
+    def mean_interval(self) -> tuple[float, float]:
+        """The mean's 95% bootstrap interval."""
+        return bootstrap(self.values, np.mean)
+
+    @functools.cached_property
+    def median_interval(self) -> tuple[float, float]:
+        """The median's 95% bootstrap interval."""
+        return bootstrap(self.values, np.median)
+
+    def above(self, eps: float | None = None) -> int:
+        """How many samples have a distance above `eps`, by default the threat's."""
+        return sum(value > (self.eps if eps is None else eps) for value in self.values)
+
+    def table(self) -> Table:
+        """The numbers for people."""
+        table = Table(box=box.SIMPLE_HEAD, caption=Text(self._caption()), caption_justify="left")
+        table.add_column(Text(f"{self.norm} distance of {self.model}"), overflow="fold")
+        table.add_column("value", justify="right")
+        table.add_column("95% interval", justify="right")
+        adbd = " (ADBD)" if (self.attack["attack"], self.norm) == ("RayS", "linf") else ""
+        for name, value, ends in (
+            (f"mean{adbd}", self.mean, self.mean_interval),
+            ("median", self.median, self.median_interval),
+        ):
+            table.add_row(name, f"{value:.5g}", "[{:.5g}, {:.5g}]".format(*ends))
+        count = self.above()
+        low, high = interval(count, self.total)
+        share = f"[{100 * low:.1f}, {100 * high:.1f}]"
+        table.add_row(Text(f"farther than eps = {self.eps:.4g}"), f"{100 * count / self.total:.1f}%", Text(share))
+        table.add_row("wrong without an attack, distance 0", str(self.wrong), "")
+        table.add_row(Text(f"boundary not reached, counted as {self.widest:.4g}"), str(self.unreached), "")
+        return table
+
+    def _caption(self) -> str:
+        settings = ", ".join(f"{key} = {value}" for key, value in self.attack.items() if key != "attack")
+        built = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        passes = f"{self.forwards / self.total:,.1f} forward and {self.backwards / self.total:,.1f} backward passes"
+        lines = [
+            f"{self.data}, n = {self.total}, seed {self.seed}; {built}.",
+            f"{self.attack['attack']}: {settings}." if settings else f"{self.attack['attack']}.",
+            f"{passes} a sample, {self.seconds:.1f} s.",
+            "Each distance is an upper bound: another attack may find a nearer point.",
+            "Intervals: bootstrap over the samples for mean and median, Clopper-Pearson for the share.",
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is computed from `values` is there for the reader."""
+        record = dataclasses.asdict(self)
+        record["values"] = list(self.values)
+        found = {
+            "total": self.total,
+            "mean": self.mean,
+            "mean_interval": list(self.mean_interval),
+            "median": self.median,
+            "median_interval": list(self.median_interval),
+            "above_eps": self.above(),
+        }
+        return {**found, **record}
+
+    def save(self, folder: Path) -> None:
+        """Write ``distances.json`` into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "distances.json", json.dumps(self.to_dict(), indent=1).encode())
+
+
+def distance(
+    model: nn.Module,
+    x: Tensor | Source,
+    y: Tensor | None,
+    threat: ThreatModel,
+    attack: Attack,
+    *,
+    name: str = "model",
+    data_name: str = "data",
+    samples: int | None = None,
+    batch_size: int = 256,
+    seed: int = 0,
+    workers: int = 0,
+    device: torch.device | None = None,
+    console: Console | None = None,
+) -> Distances:
+    """Mean and median over the samples of min { ||x' - x||_p : f(x') != y }, as far as `attack` finds the minimum.
+
+    A sample that the model gets wrong without an attack has distance 0. The attack is not believed: each of its points
+    is put to the model again in full precision, and its distance measured here. A point that is outside the range, or
+    that the model gets right, is no point.
+
+    Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `attack` looks for the nearest point,
+    as RayS, DeepFool, FAB and C&W do; `threat` says norm and range, and its radius is for ``above`` alone; `samples`
+    takes only the first that many.
+
+    With RayS the mean is the average decision boundary distance (ADBD) of Chen and Gu (2020), "RayS: A Ray Searching
+    Method for Hard-label Adversarial Attack", section 5.
+
+    >>> from steelman.attacks.rays import RayS
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+    >>> _ = net[1].weight.data.copy_(torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]))
+    >>> _ = net[1].bias.data.copy_(torch.tensor([-0.2, 0.0]))
+    >>> x, y = torch.full((2, 1, 2, 2), 0.5), torch.tensor([0, 1])
+    >>> found = distance(net, x, y, ThreatModel(eps=0.1), RayS(queries=200))
+    >>> [round(value, 2) for value in found.values], round(found.mean, 2), found.wrong, found.above()
+    ([0.2, 0.0], 0.1, 1, 1)
+    """
+    if not isinstance(attack, Search) or not attack.minimum_norm:
+        raise UserError(
+            f"attack: expected one that looks for the nearest point, got {type(attack).__name__}; "
+            f"choices: {', '.join(able())}"
+        )
+    if threat.norm not in attack.norms:
+        raise UserError(
+            f"attack: {type(attack).__name__} knows the norms {', '.join(attack.norms)}, and the norm is {threat.norm}"
+        )
+    if samples is not None and samples < 1:
+        raise UserError(f"samples: expected at least 1, got {samples}")
+    source = _source(x, y, threat)
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), full_precision():
+        check_contract(model, source, threat, device)
+        check_manners(model, source, device, most=batch_size)
+        started, key = time.perf_counter(), Key(seed).fold("distance")
+        total, widest = len(source) if samples is None else min(samples, len(source)), threat.widest(source.shape)
+        values, wrong, forwards, backwards = list[float](), 0, 0, 0
+        with showing(console), Ticker(name) as tell:
+            for images, labels, rows in stream(source, batches(total, batch_size, None), None, workers):
+                clean, label, index = as_model(model, images, device), labels.to(device), rows.to(device)
+                right = predictions(model, clean, "clean") == label
+                at = right.nonzero()[:, 0]
+                found = attack.run(model, clean[at], label[at], threat, index=index[at], key=key, distances=True)
+                far = torch.zeros(len(label), dtype=torch.float64, device=device)
+                far[at] = _checked(model, clean[at], label[at], threat, found.nearest)
+                values += far.tolist()
+                wrong += int((~right).sum())
+                forwards, backwards = forwards + int(found.forwards.sum()), backwards + int(found.backwards.sum())
+                tell("distance", len(values), total)
+    return Distances(
+        model=name,
+        data=data_name,
+        norm=threat.norm,
+        eps=threat.eps,
+        widest=widest,
+        seed=seed,
+        attack=describe(attack),
+        values=tuple(value if math.isfinite(value) else widest for value in values),
+        wrong=wrong,
+        unreached=sum(not math.isfinite(value) for value in values),
+        forwards=forwards,
+        backwards=backwards,
+        seconds=time.perf_counter() - started,
+        versions=versions(),
+    )
+
+
+def able() -> list[str]:
+    """The attacks that look for the nearest point."""
+    return [name for name, entry in ATTACKS.items() if entry().minimum_norm]
+
+
+def bootstrap(
+    values: tuple[float, ...], statistic: Callable[..., Any], confidence: float = 0.95
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a statistic; the same values give the same interval.
+
+    >>> low, high = bootstrap((0.0, 1.0) * 200, np.mean)
+    >>> low < 0.5 < high, round(high - low, 2)
+    (True, 0.1)
+    """
+    known, draw = np.asarray(values, dtype=np.float64), np.random.default_rng(0)
+    rows = max(1, CHUNK // len(known))
+    found = [
+        statistic(known[draw.integers(len(known), size=(min(rows, RESAMPLES - done), len(known)))], axis=1)
+        for done in range(0, RESAMPLES, rows)
+    ]
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(np.concatenate(found), (tail, 100 - tail))
+    return float(low), float(high)
+
+
+def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
+    if isinstance(x, Source):
+        if y is not None:
+            raise UserError("expected y None with a source, which has its own labels")
+        return x
+    if y is None:
+        raise UserError("expected labels y with images x, got None")
+    return ArraySource(x, y, bounds=(threat.low, threat.high))
+
+
+def _checked(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, points: Tensor | None) -> Tensor:
+    """How far each point is from its image; infinity for one outside the range, or that the model gets right."""
+    if points is None or points.shape != x.shape:
+        raise UserError(f"expected nearest points of shape {tuple(x.shape)} from the attack")
+    boxed = ((points >= threat.low) & (points <= threat.high)).flatten(1).all(dim=1)  # False for NaN
+    safe = torch.where(boxed.view(-1, *[1] * (x.dim() - 1)), points, x)
+    fooled = predictions(model, safe, "adversarial") != y
+    return torch.where(boxed & fooled, norms(safe.double() - x.double(), threat.p), math.inf)

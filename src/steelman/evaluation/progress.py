@@ -1,0 +1,86 @@
+"""Progress: on a terminal a bar that says what is being done, elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY = 30.0  # seconds from one plain line to the next
+
+_console: ContextVar[Console | None] = ContextVar("steelman console", default=None)
+
+
+@contextlib.contextmanager
+def showing(console: Console | None) -> Iterator[None]:
+    """Show the progress of what runs in this block on `console`. Without such a block nothing is printed.
+
+    >>> with showing(Console(quiet=True)), Ticker("fast") as tell:
+    ...     tell("targets", 512, 2000)
+    """
+    token = _console.set(console)
+    try:
+        yield
+    finally:
+        _console.reset(token)
+
+
+def say(text: str) -> None:
+    """Print a line that must be seen: on the console of `showing`, or else on the terminal."""
+    console = _console.get() or Console()
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Ticker:
+    """Tells how far something called `name` is, in `unit`.
+
+    On a terminal it is a bar that vanishes at the end. Elsewhere, such as in a log, it is a plain line at most every
+    30 seconds: ``fast: targets, 512 of 2,000 samples``.
+    """
+
+    def __init__(self, name: str, unit: str = "samples") -> None:
+        self.name, self.unit = name, unit
+        self._console = _console.get()
+        self._bar: Progress | None = None
+        if self._console is not None and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(name, note="")
+        self._what, self._next = "", time.monotonic() + EVERY
+
+    def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
+        """`done` of `total` are done of `what`; `note` is what else there is to say."""
+        if self._bar is not None:
+            if what != self._what:  # another task has its own clock
+                self._bar.reset(self._task)
+                self._what = what
+            description = f"{self.name}: {what}"
+            self._bar.update(self._task, description=description, completed=done, total=max(total, 1), note=note)
+        elif self._console is not None and time.monotonic() >= self._next:
+            said = f"{self.name}: {what}, {done:,} of {total:,} {self.unit}{f', {note}' if note else ''}"
+            # Text is not markup: a name may be "[red]".
+            self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+            self._next = time.monotonic() + EVERY
+
+    def __enter__(self) -> Ticker:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
