@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import save
 from torch import nn
 
 import steelman
 from steelman.errors import UserError
+from steelman.evaluation.stages import protocol
 from steelman.evidence.bundle import read_bundle
 from steelman.models.classifier import build_classifier
 from steelman.models.hub import MARK, card, pull, push
@@ -357,3 +359,13 @@ def test_without_the_library_the_extra_is_named(run: Path, monkeypatch: pytest.M
         with pytest.raises(UserError, match=r"install it with: pip install 'steelman\[hub\]'"):
             call()
     assert pull(run) == run
+
+
+def test_a_run_of_fit_goes_there_and_back(tmp_path: Path, hub: FakeHub) -> None:
+    net, x, y = a_net(), torch.rand(40, *SHAPE), torch.arange(40) % 3
+    suite = protocol({"PGD": steelman.PGD(steps=2)}, curve=False)
+    made = steelman.fit(net, (x, y), THREAT, epochs=1, out=tmp_path / "run", suite=suite, console=Console(quiet=True))
+    assert made.push_to_hub(REPO) == "https://hub.test/ann/small"
+    again = steelman.load(f"hf:{REPO}")
+    assert again.model(x).equal(net(x))
+    assert (again.verdict, again.history) == (made.verdict, made.history)

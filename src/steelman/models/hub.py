@@ -24,10 +24,10 @@ from torch import nn
 from steelman.errors import UserError
 from steelman.files import write_atomic
 
-FILES = ("*.safetensors", "*.json", "*.yaml", "*.html", "*.md")
+FILES = ("*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.html", "*.md")
 # What a resume needs, and the notes of an evaluation that is not over: large, and of no use to a reader.
 UNWANTED = ("checkpoints/*", "tensorboard/*", "*/work/*", ".*", "*/.*")
-EVIDENCE = ("verdict/*", "evaluation/*")
+EVIDENCE = ("verdict/*", "attacks/*")
 REASONS = {  # by the name of the library's error, for the library may not be there to import it from
     "GatedRepoError": "its owner must first give you access",
     "RepositoryNotFoundError": "there is no such repository, or it is private and needs a token",
