@@ -78,8 +78,8 @@ def available() -> tuple[dict[str, str], list[str]]:
             importlib.import_module(module)
             found[package] = importlib.metadata.version(package)
         except ImportError as error:
-            needs = "; it requires torchvision, which this package does without" if package == "adv-lib" else ""
-            missing.append(f"{package} could not be imported ({str(error).splitlines()[0]}){needs}.")
+            needs = " It requires torchvision, which this package does without." if package == "adv-lib" else ""
+            missing.append(f"{package} could not be imported ({str(error).splitlines()[0]}).{needs}")
     return found, missing
 
 
@@ -398,8 +398,7 @@ def table(label: str, case: Case, records: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"## {label}",
         "",
-        f"{len(case.x)} images; linf eps {case.eps['linf']:.4g}, l2 eps {case.eps['l2']:.4g}. F and B: forwards and "
-        "backwards a sample took on average.",
+        f"{len(case.x)} images; linf eps {case.eps['linf']:.4g}, l2 eps {case.eps['l2']:.4g}.",
         "",
         "| attack | robust | F | B | seconds | peer | its robust | only ours / its | p | its seconds | time ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -439,7 +438,7 @@ def table(label: str, case: Case, records: list[dict[str, Any]]) -> list[str]:
         *lines,
         "",
         f"At most 0.6x the time of the fastest peer: {len(within)} of {len(times)} attacks"
-        + (f"; above: {slower}." if slower else "."),
+        + (f". The others: {slower}." if slower else "."),
         f"Robust accuracy above the best peer's: {weaker or 'none'}.",
         "",
     ]
@@ -499,11 +498,24 @@ def main() -> None:
     lines = [
         "# Attacks beside their peers",
         "",
-        "Written by `make bench-attacks` (earlier rows are kept): same images, model and settings, batches of",
-        f"{options.batch_size}, {torch.get_num_threads()} threads, float32, set-up included. A point counts, a peer's",
-        "and ours, if it is in the threat model and the model is wrong. `p` is McNemar's exact test on the samples",
-        "that only one of the two broke: above 0.05, the difference is within the noise of random starts.",
+        "Here you see what each attack finds and what it costs, beside the same attack of other libraries. This",
+        "command writes the page; rows that are there already are kept:",
+        "",
+        "```",
+        "make bench-attacks",
+        "```",
+        "",
+        f"All libraries get the same images, model and settings, in batches of {options.batch_size}, on "
+        f"{torch.get_num_threads()} threads, in float32.",
+        "Times include the set-up.",
         *missing,
+        "",
+        "- *robust* is the share of samples that the attack did not break. A sample is broken if its point is in the",
+        "  threat model and the model gets it wrong. The same rule judges a peer's points and ours.",
+        "- *F* and *B* are the forwards and the backwards that a sample took on average.",
+        "- *only ours / its* counts the samples that only one of the two broke.",
+        "- *p* is McNemar's exact test on those. Above 0.05, the difference may come from random starts alone.",
+        "- *time ratio* is our time over the peer's.",
         "",
     ]
     for which in options.models:
@@ -519,10 +531,11 @@ def main() -> None:
             lines += [
                 "## Through normalised features",
                 "",
-                f"{case.label}; {samples} test images, linf eps 8/255, steps of 0.003: accuracy by the number of steps "
-                "(Pang et al., 2020, Table 7, has the same comparison with other networks).",
+                f"{case.label}. Accuracy by the number of steps, on {samples} test images, with linf eps 8/255 and "
+                "steps of 0.003.",
+                "Pang et al. (2020), Table 7, have the same comparison with other networks.",
                 "",
-                f"| steps | {' | '.join(names)} |",
+                f"| steps | {' | '.join(name.replace('|', chr(92) + '|') for name in names)} |",
                 f"|---|{'---|' * len(names)}",
                 *(f"| {r['steps']} | {' | '.join(f'{r[name]:.1%}' for name in names)} |" for r in records),
                 "",
@@ -548,15 +561,16 @@ def main() -> None:
     lines += [
         "## Remarks",
         "",
-        "- Where a model withstands an attack, nearly every sample needs every step, and the time is that of the",
-        "  convolutions: no cleverness around them saves more. Attacks that ask for more than a gradient a step, and",
-        "  those that most samples fall to, leave more to save.",
-        "- Square: `rescale` is on, as in the peers; the default here is AutoAttack's, off.",
-        f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn; the better pass counts.",
-        "- FGSM here also asks whether it succeeded: one forward more than the peers' single step.",
+        "- On a robust model nearly every sample needs every step, and the convolutions take the time. There is little",
+        "  to save there. There is more to save where most samples are broken, or where a step asks for several",
+        "  gradients.",
+        "- Square: `rescale` is on, as in the peers. The default here is off, as in AutoAttack.",
+        f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn. The better pass counts.",
+        "- FGSM here also asks whether it succeeded. That is one forward more than the peers' single step.",
         "- SPSA: what torchattacks calls 32 samples are 32 pairs.",
-        "- Square in l2: ART divides by the norm of a window where the paper multiplies by it, so that each bump takes",
-        "  most of the radius; `whole` does that here, and is compared with ART, the paper's with torchattacks.",
+        "- Square in l2: ART divides by the norm of a window where the paper multiplies by it. So each of its bumps",
+        "  takes most of the radius. `whole` does that here, and is compared with ART. The paper's way is compared",
+        "  with torchattacks.",
         "",
         f"Versions: {', '.join(f'{name} {value}' for name, value in {**versions(), **found}.items())}.",
         "",

@@ -62,12 +62,14 @@ def methods() -> list[str]:
 
 
 def refusals() -> list[str]:
-    """What is refused, in the words in which it is."""
-    lines = []
-    for entry in OBJECTIVES.values():
+    """One row for each reason of a refusal, in the words in which it is given, with all methods it holds for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, entry in OBJECTIVES.items():
         for key, reason in objections(entry(), compiled=True, awp=True, auxiliary_norm=True):
-            lines.append(f"- `{key}`: {reason}.")
-    return lines
+            without_name = reason.removeprefix(f"{entry.__name__} ")
+            reasons.setdefault((key, without_name), []).append(f"`{name}`")
+    rows = [f"| `{key}` | {', '.join(names)} | {cell(reason)} |" for (key, reason), names in sorted(reasons.items())]
+    return ["| key | refused by | for it |", "|---|---|---|", *rows]
 
 
 def registry(kind: str, entries: dict[str, Any], hidden: set[str]) -> list[str]:

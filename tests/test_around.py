@@ -149,7 +149,7 @@ def test_features_that_cannot_be_read_are_said_before_a_folder_is_made(name: str
     [
         (["objective=llr", "compute.compile=true"], "compute.compile: LLR differentiates an input gradient"),
         (["objective=tla", "compute.compile=true"], "compute.compile: TLA reads features as the model runs"),
-        (["around.auxiliary_norm=clean"], "around.auxiliary_norm: PGDAT trains on adversarial batches alone"),
+        (["around.auxiliary_norm=clean"], "around.auxiliary_norm: PGDAT trains on adversarial images alone"),
         (["objective=free-at", "objective.replays=0"], "objective.replays: input should be greater than 0, got 0"),
         (["head={name: he, scale: 0}"], "head scale: expected a number above 0, got 0"),
         (["training.eps={name: cosine, start: 0.1, end: 0.2, cap: 0.05}"], "training.eps.cap: expected at least"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import numpy as np
@@ -14,6 +13,7 @@ from steelman.attacks import ATTACKS, PGD, Search
 from steelman.attacks.apgd import APGD
 from steelman.attacks.estimated import Estimated
 from steelman.attacks.fab import FAB
+from steelman.attacks.pgd import step_sizes
 from steelman.losses import LOSSES
 from steelman.threat import Norm, ThreatModel
 from tests.oracles import (
@@ -221,9 +221,9 @@ def test_a_name_is_a_class_with_settings() -> None:
 
 def test_the_size_of_a_step() -> None:
     threat = ThreatModel(eps=0.1)
-    assert PGD(steps=1).eta(threat) == 0.1
-    assert PGD(steps=10).eta(threat) == pytest.approx(0.025)
-    assert PGD(steps=10, step_size=0.3).eta(threat) == 0.3
+    assert step_sizes(threat, 1) == [0.1]
+    assert step_sizes(threat, 10) == pytest.approx([0.025] * 10)
+    assert step_sizes(threat, 3, 0.3) == [0.3] * 3
     assert PGD(step_size=0.02).at(0.5) == PGD(step_size=0.01)
     assert PGD().at(0.5) == PGD()
-    assert math.isclose(PGD(step_size=2 / 255).at(2).eta(threat), 4 / 255)
+    assert PGD(step_size=2 / 255).at(2).step_size == pytest.approx(4 / 255)

@@ -501,7 +501,7 @@ def test_a_runs_folder_without_a_verdict_names_its_evaluations(fails: Fails, mad
 
 
 def test_mistakes_at_verify(fails: Fails, bundle: Path, tmp_path: Path) -> None:
-    assert "no evidence in nowhere: evidence.json is missing there and in its folder 'verdict'" in fails(
+    assert "no evidence in nowhere: evidence.json is missing there and in its folders 'verdict' and 'attacks'" in fails(
         "verify", "nowhere"
     )
     assert "expected --model with them" in fails("verify", "bundle", "--weights", "w.safetensors")

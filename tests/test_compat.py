@@ -46,7 +46,7 @@ def printed(text: str, what: str) -> float:
     return float(found[1]) / 100
 
 
-@pytest.mark.filterwarnings("ignore:Square is not known in L1")
+@pytest.mark.filterwarnings("ignore:steelman has no Square in L1")
 @pytest.mark.parametrize(("classes", "norm"), [(2, "L2"), (3, "L1"), (10, "Linf")])
 def test_standard_finds_what_the_closed_form_says(
     classes: int, norm: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -109,7 +109,7 @@ def test_versions_have_the_packages_attacks_and_budgets() -> None:
     assert list(rand) == ["apgd-ce", "apgd-dlr"]
     assert all(isinstance(attack, EOT) and attack.draws == 20 for attack in rand.values())
     assert all(attack.attack.restarts == 1 for attack in rand.values())
-    with pytest.warns(UserWarning, match="Square is not known in L1"):
+    with pytest.warns(UserWarning, match="steelman has no Square in L1"):
         l1: Any = options("standard", "L1")
     assert list(l1) == ["apgd-ce", "apgd-t", "fab-t"]
     assert (l1["apgd-ce"].restarts, l1["apgd-t"].targets, l1["fab-t"].targets) == (5, 5, 9)

@@ -204,7 +204,7 @@ class TestNothingIsLostSilently:
     def test_replays_that_are_forgotten(self) -> None:
         criterion = Criterion(FreeAT(replays=3), a_net().train(), THREAT)
         criterion(*some_batch())
-        with pytest.raises(UserError, match=r"FreeAT trains 3 times in a row on each batch, and this is another one "):
+        with pytest.raises(UserError, match=r"FreeAT trains 3 times in a row on each batch, and this is another batch "):
             criterion(*some_batch(seed=1))
 
     def test_replays_carry_the_perturbation(self) -> None:
@@ -333,7 +333,7 @@ class TestRefusals:
             ({"objective": HAT()}, "HAT learns from another model: expected it as `helper`, got none"),
             ({"awp": AWP()}, "expected `optimizer` with `awp`"),
             ({"objective": FreeAT(), "awp": AWP()}, "FreeAT makes its perturbation while it trains"),
-            ({"model": split_norms(a_net())}, "PGDAT trains on adversarial batches alone"),
+            ({"model": split_norms(a_net())}, "PGDAT trains on adversarial images alone"),
         ],
     )
     def test_at_once(self, given: dict[str, Any], message: str) -> None:
@@ -351,7 +351,7 @@ class TestRefusals:
         ("change", "message"),
         [
             (lambda x, y: (x * 255, y), r"expected pixels in \[0, 1\]|pixels go up to 255"),
-            (lambda x, y: ((x - 0.5) / 0.2, y), r"Normalisation belongs into the model: steelman\.wrap"),
+            (lambda x, y: ((x - 0.5) / 0.2, y), r"The model must normalise its own images: steelman\.wrap"),
             (lambda x, y: (x, y.float()), "expected 8 labels in int64, got torch.float32"),
             (lambda x, y: (x, y[:3]), r"expected 8 labels in int64, got torch.int64 of shape \(3,\)"),
             (lambda x, y: ((x * 255).byte(), y), "expected floating-point images"),
@@ -367,7 +367,7 @@ class TestRefusals:
             Criterion(PGDAT(), a_net().eval(), THREAT)(*some_batch())
         with pytest.raises(UserError, match="gradients are off"), torch.no_grad():
             Criterion(PGDAT(), a_net().train(), THREAT)(*some_batch())
-        with pytest.raises(UserError, match="does not depend on any weight that requires a gradient"):
+        with pytest.raises(UserError, match="depends on no weight that requires a gradient"):
             Criterion(of("standard"), no_gradient(a_net().train()), THREAT)(*some_batch())
 
     @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from steelman.data import FolderSource, Subset, batches, load, stream
 from steelman.data.folder import random_box
+from steelman.data.source import first, name_of
 from steelman.errors import UserError
 from steelman.rng import Key
 
@@ -111,6 +114,22 @@ def test_workers_change_nothing_and_an_epoch_can_be_taken_up(pictures: Path) -> 
     for a, b in (*zip(one, two, strict=True), *zip(one[2:], rest, strict=True)):
         assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
     assert torch.equal(one[0][1], source.labels[order[0]])
+
+
+def test_a_source_says_by_how_many_processes_it_is_read(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(batches: Any, **options: Any) -> DataLoader[Any]:
+        asked.append(options["num_workers"])
+        return DataLoader(batches, **options)
+
+    monkeypatch.setattr("steelman.data.source.DataLoader", counted)
+    source = FolderSource(pictures / "train", size=16, resize=20, workers=2, name="mine")
+    list(stream(first(source, 4), batches(4, 2, None), None))
+    assert asked == [2]
+    assert name_of(first(source)) == "mine"
+    with pytest.raises(UserError, match="expected 0 or more processes, got -1"):
+        FolderSource(pictures / "train", workers=-1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from steelman.attacks import ATTACKS
 from steelman.attacks.engine import Problem, Search
 from steelman.attacks.rays import RayS, adbd
-from steelman.data.source import ArraySource
+from steelman.data.source import ArraySource, first
 from steelman.errors import UserError
 from steelman.evaluation.distance import Distances, able, bootstrap, distance
 from steelman.rng import Key
@@ -76,7 +76,7 @@ def test_batches_and_samples() -> None:
     small = distance(model, ArraySource(x, y), None, threat, attack, seed=3, batch_size=3)
     assert small.values == pytest.approx(whole.values, rel=1e-5)
     assert (small.wrong, small.unreached) == (whole.wrong, whole.unreached)
-    few = distance(model, x, y, threat, attack, seed=3, samples=5)
+    few = distance(model, first(ArraySource(x, y), 5), None, threat, attack, seed=3)
     assert few.values == pytest.approx(whole.values[:5], rel=1e-5)
     assert (
         distance(model, x, (y + 1) % 3 if (model(x).argmax(1) != (y + 1) % 3).all() else y, threat, attack).total == 8
@@ -128,8 +128,8 @@ def test_what_cannot_be_measured() -> None:
         distance(model, x, y, threat, ATTACKS["pgd"]())
     with pytest.raises(UserError, match="RayS knows the norms linf, and the norm is l2"):
         distance(model, x, y, ThreatModel(norm="l2", eps=0.1), ATTACKS["rays"]())
-    with pytest.raises(UserError, match="samples: expected at least 1, got 0"):
-        distance(model, x, y, threat, ATTACKS["fab"](), samples=0)
+    with pytest.raises(UserError, match="batch_size: expected at least 1, got 0"):
+        distance(model, x, y, threat, ATTACKS["fab"](), batch_size=0)
     with pytest.raises(UserError, match="expected labels y"):
         distance(model, x, None, threat, ATTACKS["fab"]())
     with pytest.raises(UserError, match="expected y None"):
@@ -152,11 +152,13 @@ def test_the_interval_is_that_of_resamples() -> None:
 
 def test_what_is_written_down(tmp_path: Path) -> None:
     model, x, y, _ = images()
-    found = distance(model, x, y, ThreatModel(eps=0.1), RayS(queries=100), name="[red]", data_name="mine")
+    source = ArraySource(x, y, name="mine")
+    found = distance(model, source, None, ThreatModel(eps=0.1), RayS(queries=100), name="[red]")
     found.save(tmp_path / "new")
     record = json.loads((tmp_path / "new" / "distances.json").read_text())
     assert record["values"] == list(found.values)
     assert record["mean"] == found.mean
+    assert record["data"] == "mine"
     assert record["median_interval"] == list(found.median_interval)
     assert record["attack"] == {"attack": "RayS", "queries": 100, "tolerance": 0.001}
     assert (record["norm"], record["eps"], record["total"], record["wrong"]) == ("linf", 0.1, 8, 1)

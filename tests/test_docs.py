@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import inspect
 import re
 import runpy
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ import torch
 import yaml
 from pydantic import Field
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from steelman import recipe
 from steelman.attacks import ATTACKS
@@ -31,6 +34,7 @@ from steelman.threat import Norm
 from steelman.training import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
 def script(path: Path) -> ModuleType:
@@ -233,21 +237,80 @@ def test_an_attack_around_another_has_no_kind_of_its_own() -> None:
     assert pages.summary_and_paper(Around) == ("Another attack.", "")
 
 
-@pytest.mark.parametrize(("name", "count"), [("attacks.md", 4), ("verdict.md", 1)])
-def test_the_examples_of_a_page_run(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# The pages with Python examples, and how many each has at least.
+EXAMPLES = {
+    "README.md": 3,
+    "CONTRIBUTING.md": 4,
+    "docs/architecture.md": 1,
+    "docs/attacks.md": 6,
+    "docs/how-the-suites-were-chosen.md": 1,
+    "docs/methods.md": 2,
+    "docs/verdict.md": 3,
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of code of a page, also those inside a list."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, code in found]
+
+
+def test_every_page_with_an_example_is_run() -> None:
+    pages = [path for path in PAGES if blocks(path, "python")]
+    assert {str(path.relative_to(ROOT)) for path in pages} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what an example leaves behind
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
-    assert len(blocks) >= count
-    model, other = (nn.Sequential(nn.Flatten(), nn.Linear(4, 3)) for _ in range(2))
-    x = torch.rand(4, 1, 2, 2)
-    y = model(x).argmax(dim=1)
-    names = {"model": model, "other": other, "x": x, "y": y, "target": (y + 1) % 3}
-    (tmp_path / "examples.py").write_text("\n".join(blocks))  # each goes on where the one before ended
+    found = blocks(ROOT / name, "python")
+    assert len(found) >= EXAMPLES[name]
+    torch.manual_seed(0)
+    model, other, net = (nn.Sequential(nn.Flatten(), nn.Linear(16, 3)) for _ in range(3))
+    x, y = torch.rand(16, 1, 4, 4), torch.arange(16) % 3
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    names = {"model": model, "other": other, "net": net, "x": x, "y": y, "x_test": x, "y_test": y, "data": (x, y)}
+    names |= {"loader": loader, "target": (y + 1) % 3}
+    (tmp_path / "examples.py").write_text("\n".join(found))  # each goes on where the one before ended
     runpy.run_path(str(tmp_path / "examples.py"), init_globals=names)
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
+def test_the_recipes_of_a_page_are_right(name: str, tmp_path: Path) -> None:
+    found = blocks(ROOT / name, "yaml")
+    assert found
+    for place, text in enumerate(found):
+        path = tmp_path / f"{place}.yaml"
+        path.write_text(text)
+        recipe.parse(*recipe.read(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("script_name", "page"), [("attacks.py", "attacks-peers.md"), ("verdict.py", "verdict-autoattack.md")]
+)
+def test_a_measured_page_has_the_words_of_its_benchmark(script_name: str, page: str) -> None:
+    """The words change without a new measurement, so they are changed in both places."""
+    written = (ROOT / "docs" / page).read_text().splitlines()
+    tree = ast.parse((ROOT / "benchmarks" / script_name).read_text())
+    (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    lines = [
+        line.value
+        for node in ast.walk(main)
+        if isinstance(node, ast.List)
+        for line in node.elts
+        if isinstance(line, ast.Constant) and isinstance(line.value, str) and " " in line.value
+    ]
+    assert len(lines) > 10
+    for line in lines:
+        assert line in written, line
+
+
+def test_the_picture_of_the_readme_is_small() -> None:
+    assert (ROOT / "docs" / "report.png").stat().st_size < 120_000
+
+
 def test_the_pages_link_to_pages_that_are_there() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for page in PAGES:
         for link in re.findall(r"\]\(([\w./-]+\.\w+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 

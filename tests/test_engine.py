@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, PGD, Problem, Search
+from steelman.attacks.pgd import begin
 from steelman.errors import UserError
 from steelman.models.classifier import build_classifier
 from steelman.rng import Key
@@ -330,7 +331,7 @@ class TestDiversifiedStart:
         x = rand(5, 1, 3, 4, seed=2) * 0.2 + 0.4
         y = model(x).argmax(dim=1)
         problem = Problem(model, x, y, THREAT, key=Key(3))
-        start = PGD(start="diversified")._begin(problem, torch.arange(5), Key(3).fold("restart", 0))
+        start = begin(problem, torch.arange(5), Key(3).fold("restart", 0), "diversified")
         w = 2 * Key(3).fold("restart", 0, "diversified").uniform(torch.arange(5), (3,), torch.float64) - 1
         expected = x + 0.1 * (w @ model.weight.detach()).sign().reshape(x.shape)
         torch.testing.assert_close(start, expected)

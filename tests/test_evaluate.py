@@ -620,7 +620,9 @@ def test_without_times_there_are_no_seconds_and_nothing_else_is_missing(tmp_path
 def test_a_run_has_its_own_verdict_in_a_folder(tmp_path: Path) -> None:
     model, x, y, _ = line()
     run = tmp_path / "run"
-    with pytest.raises(UserError, match=r"run: evidence\.json is missing there and in its folder 'verdict'$"):
+    with pytest.raises(
+        UserError, match=r"run: evidence\.json is missing there and in its folders 'verdict' and 'attacks'$"
+    ):
         bundle_at(run)
     for name in ("linf-0.2", "linf-0.1"):
         evaluate(model, (x, y), ThreatModel(eps=0.1), curve=False, out=run / "evaluations" / name)

@@ -17,7 +17,7 @@ from steelman.attacks import PGD
 from steelman.errors import UserError
 from steelman.evidence import bundle as bundles
 from steelman.evidence import ledger
-from steelman.evidence.bundle import read_bundle, weights_digest
+from steelman.evidence.bundle import bundle_at, read_bundle, weights_digest
 from steelman.evidence.ledger import DONE, ROBUST, WRONG, Images, Ledger, Work, digests
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
@@ -44,6 +44,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_runs_verdict_comes_before_the_attacks_given_one_by_one(tmp_path: Path) -> None:
+    run(tmp_path / "attacks")
+    assert bundle_at(tmp_path) == tmp_path / "attacks"
+    assert verify(tmp_path).seal == read_bundle(tmp_path / "attacks").seal
+    run(tmp_path / "verdict", seed=1)
+    assert bundle_at(tmp_path) == tmp_path / "verdict"
+    assert verify(tmp_path).seal == read_bundle(tmp_path / "verdict").seal != read_bundle(tmp_path / "attacks").seal
 
 
 # A row a sample.

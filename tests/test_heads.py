@@ -54,10 +54,6 @@ def naive(name: str, head: Head, z: Tensor) -> list[list[float]]:
     return rows
 
 
-def test_every_head_has_small_settings() -> None:
-    assert HEAD_SETTINGS.keys() == HEADS.keys()
-
-
 @pytest.mark.parametrize("name", sorted(HEADS))
 def test_formula(name: str) -> None:
     head, z = made(name), 5 * randn(7, 6)
@@ -129,15 +125,6 @@ def test_angles_at_the_poles_are_finite(sign: float, dtype: torch.dtype) -> None
     assert torch.isfinite(gradient).all()
     near = (z.detach() + 1e-4 * torch.randn_like(z)).requires_grad_()
     (gradient,) = torch.autograd.grad(head(near)[0, 1], near)
-    assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("name", sorted(HEADS))
-def test_zero_features_give_finite_logits_and_gradients(name: str) -> None:
-    head, z = made(name), torch.zeros(2, 6, dtype=torch.float64, requires_grad=True)
-    logits = head(z)
-    (gradient,) = torch.autograd.grad(logits.sum(), z)
-    assert torch.isfinite(logits).all()
     assert torch.isfinite(gradient).all()
 
 

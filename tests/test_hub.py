@@ -290,7 +290,7 @@ def test_code_that_a_run_names_is_not_imported(run: Path, hub: FakeHub, model: o
     push(run, REPO)
     describe(hub.root / REPO, model=model)
     for source in (REPO, hub.root / REPO):
-        with pytest.raises(UserError, match=r"made by 'tests.test_hub:planted', and a load would import and call that"):
+        with pytest.raises(UserError, match=r"made by 'tests.test_hub:planted', and to load it would import and call that"):
             pull(source)
     assert CALLED == []
     assert pull(REPO, allow=["tests.test_hub:planted"]).is_dir()

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from steelman import progress
 from steelman.attacks import PGD
-from steelman.evaluation import progress
 from steelman.evaluation.evaluate import evaluate
-from steelman.evaluation.progress import EVERY, Ticker, showing
+from steelman.progress import EVERY, Ticker, showing
 from steelman.threat import ThreatModel
+from steelman.training.progress import Recorder
 from tests.evidence_helpers import EPS, a_model, the_data
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("steelman.evaluation.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("steelman.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -64,6 +66,35 @@ def test_on_a_terminal_it_is_a_bar_that_is_gone_at_the_end() -> None:
     for words in ("fast: targets", "512/2000", "loss 0.5"):
         assert words in shown
     assert "\x1b[2K" in file.getvalue(), "the line is cleared"
+
+
+@pytest.mark.parametrize("done", [0, 5])
+def test_training_says_how_far_it_is_inside_an_epoch_too(clock: list[float], tmp_path: Path, done: int) -> None:
+    console, file = a_console(terminal=False)
+    recorder = Recorder(tmp_path, console, [], 400, done)
+    for step in range(40):
+        recorder.step(1 + step // 20, 2 - step / 100)
+        clock[0] += 2
+    recorder.close()
+    assert file.getvalue().splitlines() == [
+        f"training: epoch 1, {16 + done} of 400 steps, loss 1.8500",
+        f"training: epoch 2, {31 + done} of 400 steps, loss 1.7000",
+    ]
+
+
+def test_on_a_terminal_an_epoch_does_not_begin_the_bar_anew(tmp_path: Path) -> None:
+    console, file = a_console(terminal=True)
+    recorder = Recorder(tmp_path, console, [], 400, 7)
+    bar = recorder.tell._bar
+    assert bar is not None
+    began = bar.tasks[0].start_time
+    for epoch in (1, 2):
+        recorder.step(epoch, 0.5)
+    bar.refresh()
+    recorder.close()
+    assert bar.tasks[0].start_time == began
+    for words in ("training: epoch 2", "9/400", "loss 0.5"):
+        assert words in file.getvalue()
 
 
 def test_of_two_blocks_the_inner_one_holds_and_it_ends() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError
 
 from steelman.attacks import ATTACKS, PGD, Attack
 from steelman.errors import UserError, unknown
@@ -152,12 +151,15 @@ def test_settings_are_frozen_keyword_only_comparable_and_closed() -> None:
     assert dataclasses.replace(one, steps=4) == PGD(steps=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.steps = 4  # type: ignore[misc]
-    with pytest.raises(ValidationError):
-        PGD(3)  # type: ignore[call-arg]
-    with pytest.raises(ValidationError):
-        PGD(stesp=3)  # type: ignore[call-arg]
-    with pytest.raises(ValidationError):
-        dataclasses.replace(one, steps=0)
+    for wrong, said in (
+        (lambda: PGD(3), "expected settings by their names, got 3 without a name"),  # type: ignore[misc]
+        (lambda: PGD(stesp=3), "stesp: unknown key 'stesp' (did you mean 'steps'?)"),  # type: ignore[call-arg]
+        (lambda: dataclasses.replace(one, steps=0), "steps: input should be greater than 0, got 0"),
+    ):
+        with pytest.raises(UserError) as caught:
+            wrong()
+        assert str(caught.value).startswith(said)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_settings_error_is_a_user_error_with_one_line_a_problem() -> None:

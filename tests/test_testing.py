@@ -502,7 +502,7 @@ BROKEN_OBJECTIVES: dict[str, tuple[Any, str, str]] = {
     "a loss a sample": (plain(lambda b, _, z: {"loss": b.cross_entropy(z)}), "scalar", r"a loss of shape \(6,\)"),
     "NaN": (plain(lambda b, _, z: {"loss": z.sum() * float("nan")}), "finite", "gives a loss of nan on a batch"),
     "no gradient": (HeadOnly, "gradient", "gives no gradient for 1.weight on a batch"),
-    "no weight at all": (plain(lambda b, _, z: {"loss": torch.tensor(1.0)}), "runs", "does not depend on any weight"),
+    "no weight at all": (plain(lambda b, _, z: {"loss": torch.tensor(1.0)}), "runs", "depends on no weight"),
     "margin forgotten": (
         plain(lambda b, _, z: {"loss": entropy(z, b.y, label_smoothing=b.smoothing)}),
         "margin",

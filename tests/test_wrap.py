@@ -415,7 +415,7 @@ def test_bad_input_is_answered_with_a_sentence(given: dict[str, Any], error: str
             "the model's SimpleNamespace has no 'logits'; choices: 'scores'",
         ),
         (lambda z: SimpleNamespace(scores=z), None, "answers with SimpleNamespace, .* choices: 'scores'"),
-        (lambda z: (z[0], 3), None, "answers with tuple, .* choices: none, for it holds no tensor of shape"),
+        (lambda z: (z[0], 3), None, "answers with tuple, .* choices: none, because it holds no tensor of shape"),
         (lambda z: z, 0, "the model's Tensor has no 0"),
         (lambda z: z[0], None, r"expected a tensor of shape \(N, classes\) in the model's answer, got \(3,\)"),
         (lambda z: 3, None, "answers with int, and no logits are found in it"),

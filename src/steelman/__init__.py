@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from steelman.data import AUGMENTATIONS, DATASETS
     from steelman.errors import UserError
+    from steelman.evaluation.distance import Distances, distance
     from steelman.evaluation.evaluate import evaluate
     from steelman.evaluation.result import Evaluation, Verdict
     from steelman.evaluation.stages import Suite
@@ -72,6 +73,7 @@ _HOMES = {
     ),
     "data": ("AUGMENTATIONS", "DATASETS"),
     "errors": ("UserError",),
+    "evaluation.distance": ("Distances", "distance"),
     "evaluation.evaluate": ("evaluate",),
     "evaluation.result": ("Evaluation", "Verdict"),
     "evaluation.stages": ("Suite",),
@@ -128,6 +130,7 @@ __all__ = [
     "CarliniWagner",
     "Criterion",
     "DeepFool",
+    "Distances",
     "Evaluation",
     "FastAT",
     "FeatureScatter",
@@ -147,6 +150,7 @@ __all__ = [
     "UserError",
     "Verdict",
     "compare",
+    "distance",
     "embed",
     "evaluate",
     "fit",

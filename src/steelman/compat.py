@@ -1,7 +1,7 @@
-"""A drop-in for scripts written for the AutoAttack package: ``from steelman.compat import AutoAttack``.
+"""A replacement for the AutoAttack package in existing scripts: ``from steelman.compat import AutoAttack``.
 
-The constructor, the methods, what they return and the attributes that scripts set are those of Croce and Hein's
-package; what runs is this one's: every point is checked, and the answer comes with a verdict (``evaluation``).
+The class has the interface of Croce and Hein's package, and runs steelman's attacks. Every adversarial image is
+checked, and ``evaluation`` holds a verdict.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from steelman.threat import ORDER, Norm, ThreatModel, norms
 
 NORMS: dict[str, Norm] = {"Linf": "linf", "L2": "l2", "L1": "l1"}
 VERSIONS = ("standard", "plus", "rand", "custom")
-# Where a script finds each attack's settings, and what they are called here.
+# The attribute that holds each attack's settings, and steelman's name for each setting.
 KNOBS = {"apgd-ce": "apgd", "apgd-dlr": "apgd", "apgd-t": "apgd_targeted", "fab": "fab", "fab-t": "fab"}
 KNOBS |= {"square": "square"}
 OPTIONS = {"n_iter": "steps", "n_restarts": "restarts", "n_target_classes": "targets"}
 OPTIONS |= {"n_queries": "queries", "p_init": "p", "resc_schedule": "rescale"}
-# What each attack is called in a suite: as in the suite "full", so that the same seed gives the same noise.
+# The stages' names are those of the suite "full": noise depends on the name, so the same seed gives the same noise.
 LABELS = {name: "Square" if name == "square" else name.upper() for name in KNOBS}
 
 
 class Knobs(types.SimpleNamespace):
-    """Settings of an attack that a script may change by their names; a name that is none of them is refused."""
+    """Settings of an attack, which a script may change. An unknown name is refused."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in vars(self):
@@ -53,17 +53,21 @@ class Knobs(types.SimpleNamespace):
 
 
 class AutoAttack:
-    """AutoAttack by its own interface, for any number of classes from two.
+    """AutoAttack with the interface of its own package, for two classes or more.
 
-    Differences: without a `seed` it is 0, not the clock's, so that a run can be repeated; `state_path` is a folder,
-    which keeps the evidence when the run is done; the model is attacked on the device it is on, and `device` is for a
-    function that has none. A model that nothing true can be said of (random without version 'rand', in train mode, with
-    answers that depend on the batch) is refused, where the package warns. In L1 there is no Square here, and Auto-PGD
-    does not begin with larger radii. ``set_version`` takes back what was set on the attacks; of their attributes, those
-    that the versions differ in and the budgets can be set, and others are refused. The attacks that flags are measured
-    with break nothing here: what is returned is AutoAttack's.
+    Differences from the package:
+    - The default `seed` is 0, not the clock, so a run can be repeated.
+    - `state_path` is a folder. It keeps the evidence of a finished run.
+    - The model is attacked on its own device. `device` is for a function, which has no device.
+    - Some models are refused, where the package only warns. These are random models (without version 'rand'), models
+      in train mode, and models whose answers depend on the batch.
+    - L1 has no Square, and Auto-PGD does not begin with larger radii.
+    - ``set_version`` resets the settings of all attacks.
+    - A script can set the budgets of an attack, and the settings that differ between versions. Others are refused.
 
-    `evaluation` is the whole answer of the last run: the verdict and how far to trust it, every attack's passes.
+    The verdict also needs diagnostic attacks. They do not change the images that a method returns.
+
+    `evaluation` is the full result of the last run: the verdict, its trust, and the passes of every attack.
 
     Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks"; the interface is that of github.com/fra31/auto-attack.
@@ -93,7 +97,7 @@ class AutoAttack:
         if norm not in NORMS:
             raise unknown("norm", norm, NORMS)
         if version != "custom" and len(attacks_to_run):
-            raise UserError(f"attacks_to_run is for version 'custom'; version {version!r} has attacks of its own")
+            raise UserError(f"attacks_to_run is for version 'custom'; version {version!r} has its own attacks")
         self.model, self.norm, self.epsilon, self.seed, self.verbose = model, norm, eps, seed, verbose
         self.attacks_to_run, self.version, self.is_tf_model = list(attacks_to_run), version, is_tf_model
         self.device, self.log_path, self.evaluation = device, log_path, cast(Evaluation | None, None)
@@ -101,7 +105,7 @@ class AutoAttack:
         self.set_version(version)
 
     def set_version(self, version: str = "standard") -> None:
-        """Take the attacks and budgets of a version; 'custom' leaves them as they are."""
+        """Set the attacks and budgets of a version; 'custom' does not change them."""
         if version not in VERSIONS:
             raise unknown("version", version, VERSIONS)
         self.version = version
@@ -119,7 +123,9 @@ class AutoAttack:
             self.apgd_targeted.n_target_classes = 5 if self.norm == "L1" else 9
         if self.norm == "L1" and "square" in self.attacks_to_run:
             self.attacks_to_run.remove("square")
-            warnings.warn("Square is not known in L1 here, and is left out: the bound may be less tight", stacklevel=2)
+            warnings.warn(
+                "steelman has no Square in L1, so it is left out: robust accuracy may be higher", stacklevel=2
+            )
 
     def _defaults(self) -> None:
         self.apgd = Knobs(n_restarts=5, n_iter=100, eot_iter=1, rho=0.75)
@@ -135,10 +141,10 @@ class AutoAttack:
         return_labels: bool = False,
         state_path: str | Path | None = None,
     ) -> Any:
-        """Each attack on the samples that the ones before left: the images, changed where the model is broken.
+        """Run each attack on the samples that the earlier attacks did not break, and return the images.
 
-        With `return_labels` also what the model says of them. A run with a `state_path` that was interrupted goes on
-        when it is called again, and one that was done is read.
+        A broken sample's image is its adversarial image. The others are unchanged. `return_labels` adds the model's
+        predictions. The same call with the same `state_path` continues an interrupted run, or reads a finished one.
         """
         stages = tuple(Stage(name=LABELS[name], attack=attack) for name, attack in self._attacks().items())
         self._say(f"AutoAttack {self.version} on steelman: {', '.join(self.attacks_to_run)}")
@@ -151,7 +157,7 @@ class AutoAttack:
     def run_standard_evaluation_individual(
         self, x_orig: Tensor, y_orig: Tensor, bs: int = 250, return_labels: bool = False
     ) -> dict[str, Any]:
-        """Each attack on all samples that the model gets right: what ``run_standard_evaluation`` returns, by attack."""
+        """Run each attack on all samples that the model gets right, and return its images by the attack's name."""
         attacks = self._attacks()
         self._say(f"AutoAttack {self.version} on steelman, each by itself: {', '.join(attacks)}")
         answers: dict[str, Any] = {}
@@ -175,14 +181,14 @@ class AutoAttack:
         return right / len(source)
 
     def _attacks(self) -> dict[str, Search]:
-        """The attacks to run, by the package's names, with the settings as they are now."""
+        """The attacks to run, by the package's names, with the current settings."""
         if not self.attacks_to_run:
             raise UserError(f"attacks_to_run: expected at least one attack, got none; choices: {', '.join(LABELS)}")
         found: dict[str, Search] = {}
         for name in dict.fromkeys(self.attacks_to_run):
             if name not in LABELS:
                 raise unknown("attack", name, LABELS)
-            # FAB-T has one restart whatever is set, as in the package.
+            # The package ignores these settings. FAB-T, for example, always has one restart.
             unused = {"fab": "n_target_classes", "fab-t": "n_restarts"}.get(name)
             knobs = {key: value for key, value in vars(getattr(self, KNOBS[name])).items() if key != unused}
             draws = knobs.pop("eot_iter", 1)
@@ -196,7 +202,7 @@ class AutoAttack:
     def _run(
         self, x: Tensor, y: Tensor, bs: int, suite: Suite, state_path: str | Path | None
     ) -> tuple[Tensor, Tensor, Evaluation]:
-        """What a suite leaves of the images: (images, predictions, the evaluation)."""
+        """Run a suite: the images after it, the model's predictions for them, and the evaluation."""
         source, (model, device) = _Images(x, y), self._model(x)
         if bs < 1 or not self.epsilon > 0:
             raise UserError(f"expected bs of at least 1 and eps above 0, got {bs} and {self.epsilon}")
@@ -204,7 +210,7 @@ class AutoAttack:
         with tempfile.TemporaryDirectory(prefix="steelman-") as scratch:
             out = Path(scratch if state_path is None else state_path)
             if out.is_file():
-                raise UserError(f"state_path: expected a folder, new or of a run before, got the file {out}")
+                raise UserError(f"state_path: expected a folder, new or of an earlier run, got the file {out}")
             done = finished(out)
             try:
                 if not done:
@@ -218,7 +224,7 @@ class AutoAttack:
                 _check_same(bundle, suite, threat, seed, model, source)
                 if not any(
                     isinstance(stage.attack, EOT) for stage in suite.stages
-                ):  # a random model is another each time
+                ):  # a random model gives other answers each time, so it would be refused
                     verify(out, model=model, source=source, device=device)
             self.evaluation = found = Evaluation.load(out)
             x_adv = x.detach().to(as_model(model, torch.zeros(1), torch.device("cpu")).dtype).clone()
@@ -229,7 +235,7 @@ class AutoAttack:
         return x_adv, said.to(y), found
 
     def _model(self, x: Tensor) -> tuple[nn.Module, torch.device]:
-        """The model and where it is; without a place of its own, `device`, or that of the images."""
+        """The model and its device. A function without tensors gets `device`, or the device of the images."""
         model = self.model if isinstance(self.model, nn.Module) else _Function(self.model)
         if any(True for _ in (*model.parameters(), *model.buffers())):
             return model, device_of(model)
@@ -241,7 +247,7 @@ class AutoAttack:
         return _Function(self.model, place), place
 
     def _tell(self, found: Evaluation, x_adv: Tensor, x: Tensor) -> None:
-        """A run in a few lines."""
+        """Print a run in a few lines."""
         verdict = found.verdict
         assert verdict is not None
         self._say(f"initial accuracy: {found.score('clean').accuracy:.2%}")
@@ -262,16 +268,16 @@ class AutoAttack:
         return int(self.seed or 0)
 
     def get_logits(self, x: Tensor) -> Tensor:
-        """What the model says of images."""
+        """The model's logits for images."""
         return self.model(x)
 
     @property
     def logger(self) -> types.SimpleNamespace:
-        """Something with a ``log(line)``, as scripts call it."""
+        """An object with a method ``log(line)``, which scripts call."""
         return types.SimpleNamespace(log=self._say)
 
     def _say(self, line: str) -> None:
-        """A line on the screen, if that is wanted, and in the log, if there is one."""
+        """Print a line if `verbose`, and append it to the file `log_path` if there is one."""
         if self.verbose:
             print(line, flush=True)
         if self.log_path is not None:
@@ -280,7 +286,7 @@ class AutoAttack:
 
 
 class _Function(nn.Module):
-    """A function as a model; of a model's method, the model comes with it."""
+    """A function as a model. If the function is a method of a model, that model is a part of this one."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], place: torch.device | None = None) -> None:
         super().__init__()
@@ -289,7 +295,7 @@ class _Function(nn.Module):
         self.function, self.owner = function, getattr(function, "__self__", None)
         inner = function if isinstance(function, nn.Module) else self.owner
         self.training = isinstance(inner, nn.Module) and inner.training
-        if place is not None:  # a model is where its tensors are; an empty one is enough, and is no part of the weights
+        if place is not None:  # a model's device is that of its tensors: an empty tensor sets it, and is no weight
             self.register_buffer("place", torch.empty(0, device=place), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -297,7 +303,7 @@ class _Function(nn.Module):
 
 
 class _Images(ArraySource):
-    """Images in the precision they came in."""
+    """Images that keep their precision."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in (torch.float32, torch.float64):
@@ -312,7 +318,7 @@ class _Images(ArraySource):
 def _check_same(
     bundle: Bundle, suite: Suite, threat: ThreatModel, seed: int, model: nn.Module, source: _Images
 ) -> None:
-    """Refuse the evidence of another run: its images are no answer to this one."""
+    """Refuse evidence of another run. Its images would be the answer to another question."""
     record, every = bundle.record, torch.arange(len(source))
     stages = [(stage.name, describe(stage.attack)) for stage in suite.stages]
     wanted = {

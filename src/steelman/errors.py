@@ -1,4 +1,4 @@
-"""What the user did wrong, said in one sentence; and how an unknown name is answered."""
+"""The errors that a user sees."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The command line prints it without a traceback."""
+    """A mistake that the user can correct. The command line prints it without a traceback."""
 
 
 def resume_command(folder: Path) -> str:
-    """What the user types to go on with a run.
+    """The command that resumes a run.
 
     >>> resume_command(Path("my runs/a"))
     "steelman resume 'my runs/a'"
@@ -23,7 +23,7 @@ def resume_command(folder: Path) -> str:
 
 
 class TrainingInterruptedError(Exception):
-    """Training was asked to stop, and everything is saved."""
+    """A signal stopped the training. Everything is saved."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
@@ -31,7 +31,7 @@ class TrainingInterruptedError(Exception):
 
 
 def unknown(kind: str, got: object, choices: Iterable[str]) -> UserError:
-    """The error for a name that no registry holds.
+    """The error for a name that is not among the `choices`.
 
     >>> print(unknown("attack", "pdg", ["fgsm", "pgd"]))
     unknown attack 'pdg' (did you mean 'pgd'?); choices: fgsm, pgd

@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a power cut, never sees half of one."""
+"""Writing files so that no reader finds half a file, not even after a power cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries, so that a rename survives a power cut."""
+    """Flush the list of a folder's files to the disk. Without this, a power cut can undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Heads: features to logits. The head owns normalisation, scale and margin.
 
-Logits leave the head already scaled, so an attack, a training loss and an evaluation all see the same ones. The margin
-enters only where a training loss passes labels, through ``with_margin``.
+The head multiplies the logits by its scale. So an attack, a training loss and an evaluation see the same logits. The
+margin is in a training loss alone, which passes labels to ``with_margin``.
 
 Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding": FN (Eq. 12), WN, HE (Eq. 5 and 6) and
 the modified m-HE, whose logits are angles.
@@ -23,28 +23,28 @@ from torch import Tensor, nn
 from steelman.errors import UserError
 from steelman.settings import make
 
-# d arccos(c)/dc diverges at |c| = 1; this is the clamp that keeps it finite.
+# The derivative of arccos(c) is infinite at |c| = 1. Cosines are kept this far from there, so gradients stay finite.
 ANGLE_GUARD = 1e-6
 
 WNMode = Literal["autograd", "project"]
 
 
 def _finite(value: object, kind: type = numbers.Real) -> bool:
-    """Whether a setting, which may come from a file, is a number at all."""
+    """Whether a setting is a finite number. It may come from a file, and so be anything."""
     return isinstance(value, numbers.Real) and isinstance(value, kind) and math.isfinite(value)
 
 
 class Head(nn.Module):
-    """z -> scale * f(W, z), where W (features to classes) and z are normalised or not, and f is a product or an angle.
+    """z -> scale * f(W, z): features z and weights W to logits; f is a product or an angle.
 
     linear:  W z + b                     FN:  s W z~ + b          WN:  s W~ z
     HE:      s cos(theta) = s W~ z~      m-HE:  -s theta          (~ means divided by the l2 norm)
 
     The training margin m lowers the true class: s (cos theta - m 1_y), or s (-theta - m 1_y).
 
-    `wn_mode` is how normalised weights are learned: "autograd" differentiates through the division by the norm;
-    "project" takes the gradient at the normalised weights as if they were free, and divides by the norm again after
-    each step of the optimiser, as the papers' code does.
+    `wn_mode` says how normalised weights are learned. "autograd" differentiates through the division by the norm.
+    "project" ignores the division in the gradient, and divides the weights by their norm after each step of the
+    optimiser. The papers' code does the latter.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Head(nn.Module):
         if not self.normalise_weights:
             return self.weight
         unit = F.normalize(self.weight, dim=1)
-        # Where an average or a perturbation took the weights off the sphere the value is right all the same.
+        # An average or a perturbation of the weights leaves the sphere. The value used here is normalised all the same.
         return unit if self.wn_mode == "autograd" else self.weight + (unit - self.weight).detach()
 
     def forward(self, z: Tensor) -> Tensor:
         out = F.linear(z, self.direction())
-        # The product is divided by the features' lengths, not the features themselves: it has far fewer entries.
+        # The logits are divided by the lengths of the features. Dividing the features would cost far more operations.
         length = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-12) if self.normalise_features else 1.0
         if self.angular:
-            # In float32 even under autocast: near the clamp, half precision has no angles left.
+            # float32 even under autocast: half precision rounds all cosines near 1 to the same angle.
             cos = (out if out.dtype == torch.float64 else out.float()) / length
             out = -self.scale * torch.arccos(cos.clamp(-1 + ANGLE_GUARD, 1 - ANGLE_GUARD))
         else:
@@ -141,7 +141,7 @@ def fn(features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0
 def wn(
     features: int, num_classes: int, *, scale: float = 1.0, margin: float = 0.0, wn_mode: WNMode = "autograd"
 ) -> Head:
-    """s W~ z: normalised weights only. Features keep their length, so scale 1 is the sane default."""
+    """s W~ z: normalised weights only. Features keep their length, so the default scale is 1."""
     return Head(features, num_classes, normalise_weights=True, bias=False, scale=scale, margin=margin, wn_mode=wn_mode)
 
 
@@ -166,17 +166,17 @@ HEADS: dict[str, Callable[..., Head]] = {"linear": linear, "fn": fn, "wn": wn, "
 
 
 def build_head(name: str, features: int, num_classes: int, **options: Any) -> Head:
-    """Construct a head by its registry name."""
+    """Make the head that the registry `HEADS` calls `name`."""
     return make("head", HEADS, name, {"features": features, "num_classes": num_classes, **options})
 
 
 def heads_of(model: nn.Module) -> list[Head]:
-    """The steelman heads inside a model, however it is wrapped: an ensemble has several."""
+    """All steelman heads inside a model and its wrappers. An ensemble has several."""
     return [module for module in model.modules() if isinstance(module, Head)]
 
 
 def head_of(model: nn.Module) -> Head | None:
-    """The steelman head inside a model; None when it has none."""
+    """The steelman head inside a model, or None."""
     found = heads_of(model)
     if len(found) > 1:
         raise UserError(f"expected at most one steelman head in the model, found {len(found)}")
@@ -184,7 +184,7 @@ def head_of(model: nn.Module) -> Head | None:
 
 
 def with_margin(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
-    """A model's logits as a training loss sees them: with its head's margin, if it has one, on the true class."""
+    """The logits for a training loss: the true class is lowered by the margin of the model's head, if it has one."""
     head = head_of(model)
     return logits if head is None else head.with_margin(logits, y)
 
@@ -192,13 +192,16 @@ def with_margin(model: nn.Module, logits: Tensor, y: Tensor) -> Tensor:
 def embed(
     model: nn.Module, head: str = "he", *, layer: str | None = None, copy: bool = False, **options: Any
 ) -> nn.Module:
-    """Put a head on any model in place of its last linear layer, or of the head it has, keeping that layer's weights.
+    """Replace a model's last linear layer, or its steelman head, by a new head with the same weights.
 
-    This changes the model itself, and returns it. With ``copy=True`` the model stays as it is: a deep copy gets the
-    head, and is returned.
+    The model itself is changed and returned. With ``copy=True`` the model stays unchanged: a deep copy gets the head,
+    and the copy is returned.
 
-    Arguments: `layer` is the dotted name of the layer to replace, for models whose classifier is not the last
-    ``nn.Linear`` they define; `copy` as above; `options` go to the head (scale, margin).
+    Arguments:
+        head: a name in `HEADS`.
+        layer: the dotted name of the layer to replace. By default it is the last ``nn.Linear`` that the model defines.
+        copy: whether to change a copy instead of the model.
+        options: settings of the head, such as scale and margin.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> type(embed(net, copy=True)[-1]).__name__, type(net[-1]).__name__
@@ -213,7 +216,7 @@ def embed(
         raise UserError(
             f"embed: expected a model with a linear layer to replace, got {type(model).__name__} without one"
         )
-    if layer is None:  # a head that is there already is what a new one replaces
+    if layer is None:  # a model with a steelman head would otherwise keep it, and lose another layer
         heads = [name for name, module in layers.items() if isinstance(module, Head)]
         layer = heads[-1] if heads else list(layers)[-1]
     if layer not in layers:
@@ -222,7 +225,7 @@ def embed(
         raise UserError("embed: the model is itself one linear layer; wrap it, for example in nn.Sequential")
     model = deepcopy(model) if copy else model
     old = model.get_submodule(layer)
-    assert isinstance(old, nn.Linear | Head)  # one of the layers above, or its copy
+    assert isinstance(old, nn.Linear | Head)  # checked above
     classes, features = old.weight.shape
     new = build_head(head, features, classes, **options)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Losses with one value per sample. An attack maximises them; an objective reduces them, once.
+"""Losses that give one value per sample. An attack maximises them. An objective takes their mean, once.
 
-z are logits, z_y the true class's, z_p1 >= z_p2 >= ... the sorted ones.
+z are the logits, z_y is the logit of the true class, and z_p1 >= z_p2 >= ... are the sorted logits.
 """
 
 from __future__ import annotations
@@ -70,12 +70,14 @@ def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
     return targeted_margin(logits, y, target) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
 
 
-FAR = 1e3  # a class in play is at most so many times further below zero than the leading two are from it
+FAR = 1e3  # a class whose logit is below -FAR * (the larger size of the two largest logits) cannot matter
 
 
 def in_play(logits: Tensor) -> Tensor:
-    """Which classes can matter. Models hide classes that are not there behind a logit such as -1e6, and its size says
-    nothing of the others: neither how far they are apart nor how far they are rounded.
+    """Which classes can matter, for each sample.
+
+    Some models switch a class off by a logit such as -1e6. Such a logit must not count as a size or a spread: it says
+    nothing about the distances between the other logits, or about their rounding.
 
     >>> in_play(torch.tensor([[2.0, 1.0, -7.0, -1e6]]))
     tensor([[ True,  True,  True, False]])
@@ -85,7 +87,7 @@ def in_play(logits: Tensor) -> Tensor:
 
 
 def magnitude(logits: Tensor) -> Tensor:
-    """max |z_j| over the classes in play: what roundings of logits are measured by."""
+    """max |z_j| over the classes in play. The size of rounding errors is proportional to it."""
     return logits.abs().where(in_play(logits), 0).amax(dim=1)
 
 
@@ -105,9 +107,9 @@ def kl(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def standardised(logits: Tensor) -> Tensor:
-    """(z - max z) / std(z), the same for z and for 1000 z + 5; both are constants to the gradient.
+    """(z - max z) / std(z): the same for z and for 1000 z + 5. max and std are constants to the gradient.
 
-    Measured from the largest, so that equal logits, whose spread is zero, stay finite.
+    Equal logits have a std of zero. They stay finite here, because their difference from the maximum is zero too.
     """
     fixed = logits.detach()
     spread = fixed.std(dim=1, correction=0, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
@@ -115,15 +117,15 @@ def standardised(logits: Tensor) -> Tensor:
 
 
 def scale_invariant_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of z / std(z): the same for z and for 1000 z, so large logits cannot flatten its gradient.
+    """Cross-entropy of z / std(z): the same for z and for 1000 z, so large logits cannot make its gradient vanish.
 
-    The spread is a constant to the gradient; only its direction would change otherwise, not the invariance.
+    std is a constant to the gradient.
     """
     return cross_entropy(standardised(logits), y)
 
 
 def probability_margin(logits: Tensor, y: Tensor) -> Tensor:
-    """max over j != y of p_j, minus p_y, of p = softmax(z / std(z)): positive exactly when misclassified.
+    """max over j != y of p_j, minus p_y, with p = softmax(z / std(z)): positive exactly when misclassified.
 
     >>> probability_margin(torch.zeros(1, 2), torch.tensor([0]))
     tensor([0.])
@@ -154,7 +156,7 @@ LOSSES: dict[str, Loss] = {
 def adversarial_loss(
     name: str, logits: Tensor, y: Tensor, *, target: Tensor | None = None, reference: Tensor | None = None
 ) -> Tensor:
-    """What an attack maximises: the named loss; towards `target`, the negative loss of the target class.
+    """What an attack maximises: the named loss or, towards `target`, the negative loss of the target class.
 
     >>> z = torch.tensor([[1.0, 3.0, 0.0]])
     >>> adversarial_loss("margin", z, torch.tensor([1]), target=torch.tensor([2]))
@@ -165,12 +167,12 @@ def adversarial_loss(
     loss = LOSSES[name]
     if loss.needs == "reference":
         if reference is None:
-            raise UserError(f"loss {name!r} compares with the clean logits, and none were given")
+            raise UserError(f"loss {name!r} compares with the clean logits; expected them as reference, got none")
         if target is not None:
-            raise UserError(f"loss {name!r} moves away from the clean logits, and cannot move towards a target class")
+            raise UserError(f"loss {name!r} moves away from the clean logits; expected no target class")
         return loss.function(logits, reference)
     if loss.needs == "target":
         if target is None:
-            raise UserError(f"loss {name!r} needs a target class for each sample, and none was given")
+            raise UserError(f"loss {name!r} needs a target class for each sample, got none")
         return loss.function(logits, y, target)
     return loss.function(logits, y) if target is None else -loss.function(logits, target)

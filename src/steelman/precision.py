@@ -1,4 +1,4 @@
-"""float32 that is float32: no TF32 or bfloat16 inside convolutions and matrix products."""
+"""Exact float32: no TF32 and no bfloat16 inside convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, products of float32 numbers are computed in float32, whatever is allowed outside.
+    """Inside, products of float32 numbers are computed in float32, whatever the global settings say.
 
-    GPUs round them to 10 bits by default in convolutions, and some CPUs to 8 where that was asked for: enough to turn a
-    close decision.
+    By default, GPUs round the numbers to 10 bits in convolutions. Some CPUs can be told to round them to 8 bits. Such
+    rounding can change a close decision of the model.
     """
     knobs = _knobs()
     kept = [getattr(place, name) for place, name, _ in knobs]
@@ -28,8 +28,10 @@ def full_precision() -> Iterator[None]:
 
 
 def _knobs() -> list[tuple[Any, str, Any]]:
-    """(place, name, exact value) of every switch there is. PyTorch has old and new ones for the same thing, and refuses
-    to read the old where the new were used."""
+    """(place, name, exact value) of every switch of this PyTorch.
+
+    PyTorch has old and new switches for the same setting. It refuses to read an old one if a new one was used.
+    """
     backends: Any = torch.backends
     cuda: list[tuple[Any, str, Any]] = [
         (backends.cudnn, "allow_tf32", False),

@@ -1,4 +1,4 @@
-"""Recipes: one YAML names one run; every mistake in it is answered with the key, the value and the choices."""
+"""Recipes: one YAML file describes one run. An error names the wrong key, its value and the choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from steelman.attacks import ATTACKS, Attack, Search
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
@@ -29,7 +29,10 @@ from steelman.training import Around, Compute, Guard, RunSettings, Training, Val
 
 
 def _with_options(value: object, own: set[str]) -> object:
-    """Let a mapping give its options beside ``name`` and the other own keys, not in a block below them."""
+    """Move the options of a mapping into a block ``options``. In a recipe they stand beside ``name``.
+
+    `own` are the keys that are no options.
+    """
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "options" not in value:
@@ -39,7 +42,7 @@ def _with_options(value: object, own: set[str]) -> object:
 
 
 def _check_options(kind: str, registry: Mapping[str, Any], spec: Any, given: set[str]) -> Any:
-    """Refuse an unknown name, and options its registry entry does not take."""
+    """Refuse an unknown name, and options that its registry entry does not take."""
     if spec.name not in registry:
         raise SettingsError([(("name",), str(unknown(kind, spec.name, registry)))])
     known = options_of(registry[spec.name]).keys() - given
@@ -51,7 +54,7 @@ def _check_options(kind: str, registry: Mapping[str, Any], spec: Any, given: set
 
 @settings
 class DataSpec:
-    """Which dataset (`name` and its options, such as `root`), and how training images are augmented."""
+    """The dataset (`name` and its options, such as `root`), and the augmentation of the training images."""
 
     name: str = "digits"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -60,8 +63,10 @@ class DataSpec:
 
 @settings
 class ModelSpec:
-    """Which architecture (`name` and its options, or ``package.module:factory``), input normalisation, and weights to
-    start from."""
+    """The architecture, the input normalisation, and the weights to start from.
+
+    The architecture is a `name` with options, or ``package.module:factory``.
+    """
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -72,7 +77,7 @@ class ModelSpec:
 
 @settings
 class HeadSpec:
-    """Which head, and its options."""
+    """The head and its options."""
 
     name: str = "linear"
     options: dict[str, Any] = Field(default_factory=dict)
@@ -99,8 +104,8 @@ def _head(value: object) -> object:
     _check_options("head", HEADS, spec, {"features", "num_classes"})
     options = {key: number(item) for key, item in spec.options.items()}
     try:
-        with torch.random.fork_rng(devices=[]):  # reading a recipe draws nothing from the global generator
-            build_head(spec.name, 2, 2, **options)  # a small one, to hear its objections now
+        with torch.random.fork_rng(devices=[]):  # or else reading a recipe would change the global random numbers
+            build_head(spec.name, 2, 2, **options)  # refuses wrong options now, not when the run starts
     except TypeError as error:
         raise UserError(str(error)) from None
     return HeadSpec(name=spec.name, options=options)
@@ -109,14 +114,11 @@ def _head(value: object) -> object:
 def _validated(cls: Any, value: object) -> Any:
     if not isinstance(value, Mapping):
         raise UserError(f"expected a mapping of keys to values, got {value!r}")
-    try:
-        return cls(**{str(key): item for key, item in value.items()})
-    except ValidationError as error:
-        raise SettingsError.of(error, cls) from None
+    return cls(**{str(key): item for key, item in value.items()})
 
 
 def _each(items: Iterable[tuple[object, object]], build: Callable[[object, str], Any]) -> dict[str, Any]:
-    """What `build` makes of each labelled item; a mistake in one is told under its label."""
+    """The result of `build` for each labelled item. An error in an item names its label."""
     built = {}
     for key, item in items:
         label = str(key)
@@ -132,7 +134,7 @@ def _each(items: Iterable[tuple[object, object]], build: Callable[[object, str],
 def _attacks(value: object) -> object:
     def build(spec: object, label: str) -> object:
         if label in RESERVED:
-            raise UserError("is the name of another score; expected another label")
+            raise UserError("is the name of another score of the evaluation; expected another label")
         return named("attack", ATTACKS).func(spec)  # type: ignore[call-arg]
 
     return _each(value.items(), build) if isinstance(value, Mapping) else value
@@ -146,10 +148,10 @@ def _suite(value: object) -> object:
 
 @settings
 class EvaluationSpec:
-    """What the finished model is measured with on the test set; `samples` None means all of it.
+    """How the finished model is measured on the test set.
 
-    `suite` gives the verdict; None leaves it out. `attacks` are run one by one besides, each on every sample, as a
-    paper's table has them.
+    `suite` gives the verdict. None: no verdict. `attacks` run one by one, each on every sample, as for a paper's table.
+    `samples` is the number of test images that are used. None: all of them.
     """
 
     suite: Annotated[str | None, BeforeValidator(_suite)] = "fast"
@@ -166,10 +168,10 @@ class EvaluationSpec:
 
 @settings
 class Published:
-    """One row of a table that the recipe aims at: what `paper`'s `table` gives in `row`.
+    """One `row` of a `table` in a `paper`: the result that the recipe aims at.
 
-    `numbers` has a number for each column, or a mean and a standard deviation; `measure` says what they are. `note` is
-    what a reader must know to compare: where paper and released code differ, or what cannot be had here.
+    `numbers` has a number for each column, or a mean and a standard deviation. `measure` says what the numbers are.
+    `note` is what a reader must know to compare, such as a difference between the paper and its released code.
     """
 
     paper: str
@@ -189,8 +191,11 @@ def _rows(value: object) -> object:
 
 @settings
 class Recipe:
-    """One run, whole. `published` holds the rows the recipe aims at, where a paper has them, and `chosen` the settings
-    that no source states, as dotted keys, each with a reason."""
+    """All settings of one run.
+
+    `published` holds the rows of papers' tables that the recipe aims at. `chosen` holds the settings that no source
+    states: dotted keys, each with the reason for its value.
+    """
 
     name: str
     description: str = ""
@@ -210,7 +215,7 @@ class Recipe:
 
     @property
     def settings(self) -> RunSettings:
-        """How it trains, as the trainer takes it."""
+        """The training settings, as the trainer takes them."""
         return RunSettings(
             training=self.training,
             validation=self.validation,
@@ -221,14 +226,14 @@ class Recipe:
 
 
 def fingerprint(source: Mapping[str, Any]) -> str:
-    """A short hash of everything in a recipe that can change its result."""
+    """A short hash of everything in a recipe that can change the trained weights."""
     words = ("description", "published", "chosen", "evaluation")
     content = {key: value for key, value in source.items() if key not in words}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Validate a recipe's mapping."""
+    """The recipe that a mapping describes. `origin` is the name of the mapping in errors."""
     known = set(options_of(Recipe))
     wrong = [((str(key),), str(unknown("key", key, known))) for key in source if key not in known]
     try:
@@ -260,7 +265,7 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     if recipe.training.select == "cycles" and (labels := _single_headed(recipe)):
         raise UserError(
             f"{origin}:\n  evaluation.attacks: {', '.join(labels)}: head_margin and head_scale are for a model with "
-            "one head, and training.select cycles makes an ensemble"
+            "one head, and training.select cycles makes an ensemble of several"
         )
     if devices != "auto" and recipe.training.batch_size % (devices * recipe.compute.nodes):
         raise UserError(
@@ -271,7 +276,10 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
 
 
 def _other_norms(recipe: Recipe) -> list[str]:
-    """What to say of attacks that do not know the recipe's norm: before a run, not at its end."""
+    """A sentence for each attack that does not know the recipe's norm.
+
+    Without this check, the attacks of the evaluation would fail after the training.
+    """
     attacks: dict[str, Any] = {f"evaluation.attacks.{label}": a for label, a in recipe.evaluation.attacks.items()}
     attacks["validation.attack"] = recipe.validation.attack
     attacks["objective.attack"] = recipe.objective.setting("attack")
@@ -284,7 +292,7 @@ def _other_norms(recipe: Recipe) -> list[str]:
 
 
 def _single_headed(recipe: Recipe) -> list[str]:
-    """The attacks that look at a scale or a margin of the recipe's head which the logits do not show."""
+    """The labels of the attacks that need the recipe's head itself: they use its margin, or undo its scale."""
     with torch.random.fork_rng(devices=[]):
         head = build_head(recipe.head.name, 2, 2, **recipe.head.options)
     return [
@@ -296,9 +304,10 @@ def _single_headed(recipe: Recipe) -> list[str]:
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
-    """A recipe's mapping, from a file or by a built-in name, with ``key=value`` overrides; and where it came from.
+    """A recipe's mapping, and the path it was read from.
 
-    What the recipe takes from its ``base`` is in the mapping, and the base is named no more.
+    `name` is a built-in recipe or a file. `overrides` are texts such as ``training.epochs=3``. The mapping contains
+    what the recipe takes from its ``base``; the key ``base`` itself is removed.
     """
     path = find(name)
     source = load(path)
@@ -308,7 +317,7 @@ def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]
 
 
 def check_root(source: Mapping[str, Any], origin: str) -> None:
-    """Refuse to train on images of one's own without being told where they are; a recipe cannot know."""
+    """Refuse a recipe for the user's own images that does not say where they are."""
     name = source.get("data") if isinstance(source.get("data"), str) else setting(source, "data.name")
     if name in ("folder", "arrays") and not isinstance(setting(source, "data.root"), str | Path):
         raise UserError(

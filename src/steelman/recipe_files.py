@@ -1,4 +1,4 @@
-"""The recipes that come with steelman, and how a recipe's file is read: laid over the recipe it is based on."""
+"""The built-in recipes, and how a recipe's file is read and merged with the recipe it is based on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 
 from steelman.errors import UserError, unknown
 
-# A recipe based on another says these itself: they would not be true of it.
+# A recipe does not take these keys from its base: they describe the base alone.
 OWN = ("name", "description", "published")
 MISSING = object()
-# The safe loader; in C, and several times as fast, where PyYAML was built with it.
+# The C version of the safe loader is several times as fast. Not every PyYAML has it.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def recipes() -> dict[str, Path]:
-    """The built-in recipes by name; those of a paper have a folder of their own."""
+    """The paths of the built-in recipes, by name."""
     folder = Path(str(resources.files("steelman"))) / "recipes"
     return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
@@ -28,7 +28,7 @@ RECIPES: dict[str, Path] = recipes()
 
 
 def find(name: str, folder: Path = Path()) -> Path:
-    """Where a recipe is: a built-in one by its name, any other by a path from `folder`."""
+    """The path of a recipe: a built-in one by its name, any other by a path that starts in `folder`."""
     path = folder / name if name.endswith((".yaml", ".yml")) or "/" in name else RECIPES.get(name)
     if path is None:
         raise unknown("recipe", name, RECIPES)
@@ -36,7 +36,7 @@ def find(name: str, folder: Path = Path()) -> Path:
 
 
 def load(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's mapping laid over its base's, and that over its own base's; `above` are the recipes that led here."""
+    """A recipe's mapping, merged with that of its base, and so on. `above` are the recipes that named this one."""
     own = _mapping(path)
     if "base" not in own:
         return own
@@ -47,7 +47,7 @@ def load(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         below = find(base, path.parent)
         if below.resolve() in chain:
             circle = " -> ".join(one.stem for one in (*chain, below))
-            raise UserError(f"expected a recipe that does not lead back here, got {circle}")
+            raise UserError(f"expected a base that is not based on this recipe, got {circle}")
         return laid_over(load(below, chain), own)
     except UserError as error:
         raise UserError(f"{path}: base: {error}") from None
@@ -58,7 +58,7 @@ def _mapping(path: Path) -> dict[str, Any]:
         source = yaml.load(path.read_text(), LOADER)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise UserError(f"no recipe at {path}") from None
-    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for an impossible date
         raise UserError(f"{path} is not YAML: {error}") from None
     if not isinstance(source, dict):
         raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")
@@ -66,11 +66,11 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's mapping, with what it does not say taken from another's.
+    """A recipe's mapping `own`, with missing keys taken from `base`.
 
-    Mappings are merged key by key; one with another ``name`` replaces the base's whole, and so do lists and single
-    values. Name, description and published rows are not taken over, and a reason in `chosen` only where the recipe
-    leaves the setting alone.
+    Mappings are merged key by key. A mapping with another ``name`` replaces that of the base, and so do lists and
+    single values. Name, description and published rows are not taken from the base. A reason in `chosen` is taken only
+    if the recipe does not change that setting.
 
     >>> laid_over({"head": {"name": "he", "scale": 10}}, {"head": {"margin": 0.1}})
     {'head': {'name': 'he', 'scale': 10, 'margin': 0.1}}
@@ -87,7 +87,7 @@ def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` over `base`; a single name counts as a mapping that has only that."""
+    """`own` merged with `base`, where `own` wins. A text in `base` counts as a mapping with that ``name``."""
     whole = dict(base)
     for key, value in own.items():
         old = whole.get(key)
@@ -100,7 +100,7 @@ def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def setting(source: Mapping[str, Any], key: str) -> object:
-    """What a dotted key names in a recipe's mapping; MISSING where there is nothing."""
+    """The value at a dotted key of a recipe's mapping, or MISSING."""
     place: object = source
     for part in str(key).split("."):
         place = place.get(part, MISSING) if isinstance(place, Mapping) else MISSING

@@ -1,7 +1,7 @@
-"""Counter-based noise: what a sample gets depends on (seed, stream, sample index) and on nothing else.
+"""Counter-based noise: the noise of a sample depends on (seed, stream, sample index) alone.
 
-The generator is SplitMix64 (Steele, Lea and Flood, 2014): the d-th draw of a sample is ``mix(key + (d + 1) * GOLDEN)``,
-so any draw can be made at any time, on any device, in any batch and by any process, and comes out the same.
+The generator is SplitMix64 (Steele, Lea and Flood, 2014). Draw d of a sample is ``mix(key + (d + 1) * GOLDEN)``. So a
+draw has no state: it is the same at any time, on any device, in any batch and in any process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The SplitMix64 output function on int64 tensors (multiplication wraps; shifts are made logical by a mask)."""
+    """The SplitMix64 output function on int64 tensors. Products wrap around; masks make the shifts unsigned."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_A
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_B
     return z ^ ((z >> 31) & ((1 << 33) - 1))
@@ -34,7 +34,7 @@ def _signed(value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A seed and the path of streams below it; ``fold`` opens a new, independent stream.
+    """A seed and a path of names below it: one stream of noise. ``fold`` gives another, independent stream.
 
     >>> key = Key(0).fold("attack", 3)
     >>> a = key.uniform(torch.tensor([5, 9]), (2,))
@@ -47,7 +47,7 @@ class Key:
     path: tuple[int | str, ...] = ()
 
     def fold(self, *parts: int | str) -> Key:
-        """The stream named by `parts` below this one."""
+        """The stream with this stream's path and `parts` behind it."""
         return Key(self.seed, (*self.path, *parts))
 
     def integer(self) -> int:
@@ -64,13 +64,13 @@ class Key:
         return _mix(start[:, None] + counter[None, :])
 
     def uniform(self, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uniform noise in [0, 1) of shape (N, *shape); 24 bits each, so float32 and float64 agree."""
+        """Uniform noise in [0, 1) of shape (N, *shape). Each value has 24 bits, so float32 and float64 agree."""
         count = math.prod(shape)
         bits = self.bits(index, (count + 1) // 2)
         high = (bits >> 40) & 0xFFFFFF
         low = (bits >> 8) & 0xFFFFFF
         both = torch.stack((high, low), dim=-1).flatten(1)[:, :count]
-        # 24 bits overflow half precision, so the product is made in at least float32.
+        # Half precision cannot hold 24 bits: the product would be infinite.
         exact = torch.promote_types(dtype, torch.float32)
         return (both.to(exact) * 2.0**-24).to(dtype).reshape(len(index), *shape)
 

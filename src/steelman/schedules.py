@@ -1,6 +1,6 @@
-"""Schedules: functions of progress in [0, 1]. Learning rates and radii take a number or one of these.
+"""Schedules: functions of progress in [0, 1]. A learning rate or a radius is a number or a schedule.
 
-Progress is (steps done) / (steps of the whole run), so a schedule does not change when batch size or epochs do.
+Progress is (steps done) / (steps of the whole run). So a schedule is the same for any batch size and number of epochs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _capped(start: float, end: float, cap: float | None) -> None:
 
 @settings
 class Linear:
-    """start + (end - start) r, at most `cap`; reached at the share `until` of the run and held from there.
+    """start + (end - start) r, at most `cap`; r rises from 0 to 1 at the share `until` of the run, and stays there.
 
-    With `end` above `cap`, the linear radius of Periodic Adversarial Scheduling.
+    With `end` above `cap`, this is the linear radius of Periodic Adversarial Scheduling.
 
     >>> Linear(start=0, end=8, until=0.5)(0.25), Linear(start=0, end=0.6, cap=0.4)(1.0)
     (4.0, 0.4)
@@ -70,9 +70,9 @@ class Linear:
 
 @settings
 class Cosine:
-    """start + (end - start) (1 - cos(pi r)) / 2, at most `cap`; reached at the share `until` and held from there.
+    """start + (end - start) (1 - cos(pi r)) / 2, at most `cap`; r rises from 0 to 1 at the share `until`, and stays.
 
-    With `end` above `cap`, the cosine radius of Periodic Adversarial Scheduling.
+    With `end` above `cap`, this is the cosine radius of Periodic Adversarial Scheduling.
 
     >>> round(Cosine(start=0, end=1)(0.5), 12)
     0.5
@@ -157,7 +157,7 @@ class Cyclic:
 
 @settings
 class Resets:
-    """Another schedule, begun anew at each share of the run in `at`.
+    """Another schedule, which starts again at each share of the run in `at`.
 
     >>> Resets(schedule=Linear(start=0, end=8), at=[0.5])(0.75)
     4.0
@@ -181,7 +181,7 @@ class Resets:
 
 @settings
 class Warmup:
-    """Another schedule (or a number), multiplied by progress / `until` up to there.
+    """Another schedule or a number, multiplied by progress / `until` until that share of the run.
 
     >>> Warmup(schedule=0.1, until=0.5)(0.25)
     0.05
@@ -224,10 +224,10 @@ Scheduled = Annotated[float | Schedule, PlainValidator(_as_schedule)]
 
 
 def lowest(value: float | Schedule) -> float:
-    """The smallest value in a run, looked at percent by percent."""
+    """The smallest value at 0, 1, 2 ... 100 percent of a run."""
     return min(value_at(value, percent / 100) for percent in range(101))
 
 
 def value_at(value: float | Schedule, progress: float) -> float:
-    """A number as it is; a schedule at `progress`."""
+    """The number itself, or the schedule's value at `progress`."""
     return value(progress) if callable(value) else value

@@ -1,7 +1,7 @@
 """Settings objects (frozen, keyword-only, validated dataclasses) and the registries that name them.
 
-An ingredient is declared once, as a dataclass with ``@settings``; Python callers construct it, recipes and the
-command line name it in its registry, and all of them get the same validation.
+An attack, an objective or a schedule is declared once, as a dataclass with ``@settings``. Python code calls the class.
+A recipe and the command line use its name in a registry. The validation is the same for all three.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FRACTION = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*/\s*([0-9.]+(?:
 
 
 def number(value: object) -> object:
-    """Read ``"8/255"`` and ``"1e-3"`` as numbers; hand everything else on to the validator.
+    """Read ``"8/255"`` and ``"1e-3"`` as numbers. Any other value is returned unchanged.
 
     >>> number("8/255") == 8 / 255
     True
@@ -42,7 +42,7 @@ def number(value: object) -> object:
 
 
 def _number_only(value: object) -> object:
-    """A boolean passes for 0 or 1 in Python; in a recipe it is a mistake."""
+    """Read a number, and refuse a boolean. Python counts True as 1; in a recipe it is a mistake."""
     if isinstance(value, bool):
         raise UserError(f"expected a number, got {str(value).lower()}")
     return number(value)
@@ -54,14 +54,24 @@ Count = Annotated[int, BeforeValidator(_number_only), pydantic.Field(gt=0)]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only dataclass whose fields are validated and whose extra fields raise."""
+    """Make a class a frozen, keyword-only dataclass. Its fields are validated, and an unknown field is an error."""
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     made: type[T] = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)  # type: ignore[assignment]
+    build = made.__init__
+
+    @functools.wraps(build)
+    def checked(self: object, *args: Any, **options: Any) -> None:
+        try:
+            build(self, *args, **options)
+        except ValidationError as error:  # pydantic's own text has several lines, and the address of its page
+            raise SettingsError.of(error, made) from None
+
+    made.__init__ = checked  # type: ignore[method-assign]
     return made
 
 
 class SettingsError(UserError):
-    """One or more bad settings; each problem is (path of keys, what is wrong)."""
+    """One or more wrong settings. Each problem is (path of keys, what is wrong)."""
 
     def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
         self.problems = list(problems)
@@ -69,8 +79,7 @@ class SettingsError(UserError):
 
     @classmethod
     def of(cls, error: ValidationError, checked: object) -> SettingsError:
-        """Flatten a validation error of the settings class `checked`, however deeply registries are nested, into paths
-        and sentences."""
+        """Turn a validation error of the settings class `checked` into paths and sentences, at any depth of nesting."""
         problems: list[tuple[tuple[str, ...], str]] = []
         for item in error.errors(include_url=False):
             path = tuple(str(part) for part in item["loc"] if not str(part).startswith("function-"))
@@ -81,6 +90,8 @@ class SettingsError(UserError):
                 problems.append((path, str(inner)))
             elif item["type"] == "missing":
                 problems.append((path, "is required and missing"))
+            elif item["type"] == "unexpected_positional_argument":
+                problems.append(((), f"expected settings by their names, got {item['input']!r} without a name"))
             elif item["type"] == "unexpected_keyword_argument":
                 problems.append((path, str(unknown("key", item["loc"][-1], _keys_at(checked, item["loc"][:-1])))))
             else:
@@ -90,7 +101,7 @@ class SettingsError(UserError):
 
 
 def _keys_at(checked: object, path: Sequence[str | int]) -> list[str]:
-    """The keys that the settings class at `path` below `checked` takes."""
+    """The keys of the settings class at `path` below `checked`."""
     for part in path:
         fields = getattr(checked, "__pydantic_fields__", {})
         checked = getattr(fields.get(part), "annotation", None)
@@ -98,7 +109,7 @@ def _keys_at(checked: object, path: Sequence[str | int]) -> list[str]:
 
 
 def options_of(factory: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """The options a registry entry takes beyond those it fixes itself."""
+    """The options of a registry entry, without those that the entry sets itself."""
     return {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()
@@ -113,7 +124,7 @@ def summary_of(factory: Callable[..., object]) -> str:
 
 
 def make(kind: str, registry: Mapping[str, Callable[..., T]], name: object, options: Mapping[str, Any]) -> T:
-    """Construct the registry entry `name` with `options`; every mistake names the key, the value and the choices."""
+    """Call the registry entry `name` with `options`. An error names the key, the value and the choices."""
     if not isinstance(name, str) or name not in registry:
         raise unknown(kind, name, registry)
     factory = registry[name]
@@ -121,14 +132,11 @@ def make(kind: str, registry: Mapping[str, Callable[..., T]], name: object, opti
     wrong = [((key,), str(unknown(f"option of {kind} {name!r}", key, known))) for key in options if key not in known]
     if wrong:
         raise SettingsError(wrong)
-    try:
-        return factory(**options)
-    except ValidationError as error:
-        raise SettingsError.of(error, factory) from None
+    return factory(**options)
 
 
 def named(kind: str, registry: Mapping[str, Callable[..., Any]]) -> BeforeValidator:
-    """A field that may be given as an object, as a name, or as a mapping with a ``name`` and options."""
+    """The validator of a field that takes an object, a name, or a mapping with a ``name`` and options."""
 
     def build(value: object) -> object:
         if isinstance(value, str):
@@ -150,7 +158,7 @@ def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` texts; values are YAML, and fractions are numbers."""
+    """Read texts such as ``key=value``. The value is YAML, or a fraction such as 8/255."""
     options: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""Threat models: a norm, a radius and the valid input range.
+"""Threat models: a norm, a radius and the valid range of pixels.
 
-Projection is exact (the nearest point of the ball *and* the box, not first one and then the other), because an l1
-attack that clips afterwards loses a good part of its radius (Croce and Hein, 2021, section 3).
+Projection is exact: it gives the nearest point of the ball and the box together. A projection onto the ball, followed
+by a clip to the box, would cost an l1 attack a large part of its radius (Croce and Hein, 2021, section 3).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def norms(delta: Tensor, p: float) -> Tensor:
 def steepest(u: Tensor, p: float) -> Tensor:
     """U_p(u) = argmax over ||v||_p <= 1 of u.v, for each sample; u.U_p(u) is the dual norm ||u||_q.
 
-    U_inf(u) = sign(u), U_2(u) = u / ||u||_2, U_1(u) = the sign of u at its largest coordinate, and in between
-    U_p(u)_i = sign(u_i) |u_i|^(q-1) / ||u||_q^(q-1) with 1/p + 1/q = 1. A zero gradient gives a zero direction.
+    U_inf(u) = sign(u), and U_2(u) = u / ||u||_2. U_1(u) is the sign of u at its largest coordinate, and zero elsewhere.
+    For other p, U_p(u)_i = sign(u_i) |u_i|^(q-1) / ||u||_q^(q-1), with 1/p + 1/q = 1. A zero gradient gives zero.
 
     Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding", Eq. (7) and Lemma 1.
 
@@ -53,7 +53,7 @@ def steepest(u: Tensor, p: float) -> Tensor:
     if p == 1:
         top = size.argmax(dim=1, keepdim=True)
         return (torch.zeros_like(flat).scatter(1, top, 1.0) * flat.sign()).reshape(u.shape)
-    # Dividing by the largest coordinate first keeps tiny gradients from underflowing in the powers.
+    # Without this division the powers of tiny gradients would round to zero.
     scaled = size / torch.where(largest > 0, largest, torch.ones_like(largest))
     q = p / (p - 1)
     powered = scaled ** (q - 1)
@@ -62,10 +62,11 @@ def steepest(u: Tensor, p: float) -> Tensor:
 
 
 def _shrink_l2(a: Tensor, room: Tensor, eps: float) -> Tensor:
-    """Magnitudes min(s a, room) with the scale s that puts them on the l2 sphere.
+    """Magnitudes min(s a, room), with the scale s that puts them on the l2 sphere.
 
-    Newton's iteration from below: with the coordinates that have met their bounds held there, s is a square root; it
-    rises, more may meet theirs, and when none does s is exact. A few rounds, where sorting the bounds takes longer.
+    Newton's iteration finds s from below. Each round fixes the coordinates that have reached their bounds, and solves
+    for s: a square root. A larger s may bring more coordinates to their bounds. When it brings none, s is exact. This
+    takes a few rounds, and less time than sorting the bounds.
     """
     a = a / a.amax(dim=1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
     squares, bounds = a.square(), room.square()
@@ -81,8 +82,10 @@ def _shrink_l2(a: Tensor, room: Tensor, eps: float) -> Tensor:
 
 
 def _shrink_l1(a: Tensor, room: Tensor, eps: float) -> Tensor:
-    """Magnitudes clip(a - t, 0, room) with the threshold t that puts them on the l1 sphere; exact, by sorting the
-    points where the piecewise linear sum changes its slope."""
+    """Magnitudes clip(a - t, 0, room), with the threshold t that puts them on the l1 sphere.
+
+    The sum of the magnitudes is piecewise linear in t. Sorting the points where its slope changes gives t exactly.
+    """
     start = (a - room).clamp_min(0)
     points, order = torch.cat((start, a), dim=1).sort(dim=1)
     change = torch.cat((-torch.ones_like(a), torch.ones_like(a)), dim=1).gather(1, order)
@@ -116,7 +119,7 @@ class ThreatModel:
     def _possible(self) -> ThreatModel:
         if not self.low < self.high:
             raise UserError(f"expected low < high, got low {self.low} and high {self.high}")
-        # In l2 and l1 the largest distance depends on the size of an image, which is not known here.
+        # In l2 and l1 the largest possible distance depends on the size of the images, which is unknown here.
         if self.norm == "linf" and (problem := self.too_wide(())):
             raise SettingsError([(("eps",), problem)])
         return self
@@ -127,7 +130,7 @@ class ThreatModel:
         return ORDER[self.norm]
 
     def at(self, eps: float) -> ThreatModel:
-        """The same threat with another radius. This one may be wider than the range, as at the end of a curve."""
+        """The same threat with another radius. A radius above the range is allowed: the end of a curve needs one."""
         if not 0 <= eps < math.inf:
             raise UserError(f"eps: expected a radius of at least 0, got {eps}")
         other = ThreatModel(norm=self.norm, eps=0, low=self.low, high=self.high)
@@ -143,9 +146,9 @@ class ThreatModel:
         return (self.high - self.low) * float(max(1, math.prod(shape)) ** (1 / self.p))
 
     def too_wide(self, shape: Sequence[int]) -> str | None:
-        """What is wrong with a radius that no image of this shape can reach; None if nothing is."""
+        """A sentence if no image of this shape can be as far away as the radius, else None."""
         widest = self.widest(shape)
-        if self.eps <= widest * (1 + 1e-9):  # 0.9 - 0.2 is not quite 0.7
+        if self.eps <= widest * (1 + 1e-9):  # without this allowance, 0.7 would be too wide for a range of 0.9 - 0.2
             return None
         of = "" if self.norm == "linf" else f" for images of shape {tuple(shape)} in {self.norm}"
         scaled = self.eps / 255 * (self.high - self.low)
@@ -167,14 +170,17 @@ class ThreatModel:
         if outside.any():
             shrink = _shrink_l2 if self.norm == "l2" else _shrink_l1
             shrunk = shrink(delta[outside].abs(), room[outside], self.eps)
-            # A far point costs digits; what it puts outside the ball is pulled back in.
+            # For a point far away, rounding can leave the result outside the ball. This brings it back.
             over = norms(shrunk, self.p).clamp_min(self.eps)[:, None]
             size[outside] = shrunk * torch.where(over > 0, self.eps / over, 0.0)
         moved = (flat + delta.sign() * size).to(x.dtype).reshape(x.shape)
         return moved.clamp(self.low, self.high)
 
     def random_start(self, x: Tensor, index: Tensor, key: Key, box: bool = True) -> Tensor:
-        """A uniform draw from the ball around each sample, brought into the box if asked; keyed by sample index."""
+        """A uniform draw from the ball around each sample, projected into the box if `box`.
+
+        The draw depends on the key and the sample's index alone.
+        """
         shape = tuple(x.shape[1:])
         count = math.prod(shape)
         if self.norm == "linf":
@@ -193,11 +199,10 @@ class ThreatModel:
         return self.project(drawn, x) if box else drawn
 
     def steepest(self, gradient: Tensor, x_adv: Tensor, length: float = 1.0) -> Tensor:
-        """The step of this length along which the loss grows fastest; in l2 and l1 it is not spent on pixels at their
-        bounds.
+        """The step of this length along which the loss grows fastest.
 
-        In linf such a pixel costs nothing. In l1 the length goes to the pixels in order of their gradient, each taking
-        what its bound allows, until nothing is left.
+        In l2 and l1, a pixel at its bound gets no part of the length. In linf it would take nothing from the others. In
+        l1, the pixels share the length in the order of their gradients. Each pixel takes what its bound allows.
         """
         if self.norm == "linf":
             return length * steepest(gradient, self.p)
@@ -212,7 +217,7 @@ class ThreatModel:
         return (torch.zeros_like(flat).scatter(1, order, take) * flat.sign()).reshape(gradient.shape)
 
     def tolerance(self, x: Tensor) -> float:
-        """How far over eps a stored x' may be: each pixel one rounding off, 2 d^(1/p) ulp/2 of the largest value.
+        """How far beyond eps a stored x' may lie: 2 d^(1/p) ulp/2 of the largest value, one rounding for each pixel.
 
         About 1.2e-7 for linf in float32, 6.6e-6 for l2 on 32x32x3 images, 3.7e-4 for l1 on them.
         """

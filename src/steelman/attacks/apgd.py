@@ -10,10 +10,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from steelman.attacks.engine import Problem, Search
-from steelman.attacks.pgd import diversified
+from steelman.attacks.pgd import begin
 from steelman.errors import UserError
 from steelman.losses import LOSSES, adversarial_loss
-from steelman.rng import Key
 from steelman.settings import Count, Number, settings
 from steelman.threat import ThreatModel
 
@@ -120,11 +119,8 @@ class APGD(Search):
                 if len(rows) == 0:
                     return
                 keys = [problem.key.fold("restart", restart, *(("target", rank) if rank else ())) for rank in runs]
-                points = torch.cat([self._begin(problem, rows, key) for key in keys])
+                points = torch.cat([begin(problem, rows, key, self.start) for key in keys])
                 target = None if targets is None else torch.cat([targets[rows, rank] for rank in runs])
-                if len(runs) == 1:
-                    self._climb(problem, rows, target, points)
-                    continue
                 copies = problem.spread(rows, len(runs))
                 self._climb(copies, copies.alive(), target, points)
                 problem.gather(copies, rows)
@@ -146,10 +142,6 @@ class APGD(Search):
         """The loss in use: of two classes the scale-free cross-entropy sees only which leads, so it has no best point;
         the margin has the same direction."""
         return "margin" if self.loss == "scale-invariant-cross-entropy" and logits.shape[1] == 2 else self.loss
-
-    def _begin(self, problem: Problem, rows: Tensor, key: Key) -> Tensor:
-        points = problem.threat.random_start(problem.x[rows], problem.index[rows], key)
-        return diversified(problem, rows, points, key) if self.start == "diversified" else points
 
     def _climb(self, problem: Problem, rows: Tensor, target: Tensor | None, points: Tensor) -> None:
         """One run: success is read from the logits that also give the gradient."""

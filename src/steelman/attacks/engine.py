@@ -116,17 +116,18 @@ class Search(abc.ABC):
                     else:
                         self.search(problem)
             elif len(x):  # no radius: only what is wrong already has fallen
-                self._look(problem)
+                self._look(problem, problem.x)
         return problem.found()
 
-    def _look(self, problem: Problem) -> None:
+    def _look(self, problem: Problem, points: Tensor) -> None:
+        """Keep these points of all samples, whatever their loss."""
         rows = problem.alive()
         with torch.no_grad():
-            logits = problem.logits(problem.x, rows)
+            logits = problem.logits(points, rows)
         if self.minimum_norm:
-            problem.keep_nearest(problem.x, logits, rows)
+            problem.keep_nearest(points, logits, rows)
         else:
-            problem.keep(problem.x, logits, torch.zeros_like(logits[:, 0]), rows)
+            problem.keep(points, logits, torch.zeros_like(logits[:, 0]), rows)
 
     def _check(
         self,

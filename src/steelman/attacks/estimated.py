@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from steelman.attacks.engine import Problem, Search
-from steelman.attacks.pgd import PGD, ascend
+from steelman.attacks.pgd import ascend, step_sizes
 from steelman.losses import adversarial_loss
 from steelman.rng import Key
 from steelman.settings import Count, Number, settings
@@ -87,7 +87,7 @@ class Estimated(Search):
 
     @torch.no_grad()
     def search(self, problem: Problem) -> None:
-        threat, eta = problem.threat, PGD(steps=self.steps, step_size=self.step_size).eta(problem.threat)
+        threat, sizes = problem.threat, step_sizes(problem.threat, self.steps, self.step_size)
         for restart in range(self.restarts):
             rows, key = problem.alive(), problem.key.fold("restart", restart)
             x_adv = problem.x[rows]
@@ -102,7 +102,7 @@ class Estimated(Search):
                     break
                 rows, x_adv = rows[stay], x_adv[stay]
                 gradient = self.gradient(problem, x_adv, rows, key.fold("step", step))
-                x_adv = ascend(x_adv, gradient, problem.x[rows], threat, eta)
+                x_adv = ascend(x_adv, gradient, problem.x[rows], threat, sizes[step])
 
     def gradient(self, problem: Problem, points: Tensor, rows: Tensor, key: Key) -> Tensor:
         """The estimate of each sample's gradient at its point.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from steelman.attacks.engine import Problem, Search
 from steelman.attacks.feature import Reader, reading
-from steelman.attacks.pgd import PGD, ascend
+from steelman.attacks.pgd import begin, climb, step_sizes
 from steelman.errors import UserError, unknown
 from steelman.heads import Head
 from steelman.losses import LOSSES, adversarial_loss
@@ -74,7 +75,7 @@ class FNAttack(Search):
         return self
 
     def search(self, problem: Problem) -> None:
-        eta = PGD(steps=self.steps, step_size=self.step_size).eta(problem.threat)
+        sizes = step_sizes(problem.threat, self.steps, self.step_size)
         with reading(problem) as read:
             if isinstance(read.layer, Head) and read.layer.normalise_features:
                 raise UserError(
@@ -85,31 +86,14 @@ class FNAttack(Search):
                 rows = problem.alive()
                 if len(rows) == 0:
                     return
-                points = problem.x[rows]
-                if self.start == "uniform":
-                    key = problem.key.fold("restart", restart)
-                    points = problem.threat.random_start(points, problem.index[rows], key)
-                self._climb(problem, read, rows, points, eta)
+                points = begin(problem, rows, problem.key.fold("restart", restart), self.start)
+                climb(problem, partial(self._climbed, problem, read), rows, points, sizes)
 
-    def _climb(self, problem: Problem, read: Reader, rows: Tensor, points: Tensor, eta: float) -> None:
-        """All steps on the samples `rows`, each leaving when it falls: one forward gives features and verdict."""
-        for step in range(self.steps + 1):
-            last = step == self.steps
-            points = points.detach().requires_grad_(not last)
-            with torch.set_grad_enabled(not last):
-                logits, features = read(points, rows)
-                losses = self._losses(problem, read, logits, features, rows)
-            stay = ~problem.keep(points, logits, losses, rows)
-            if last or not stay.any():
-                return
-            gradient, points = problem.gradient(losses, points, rows), points.detach()
-            if not stay.all():
-                rows, points, gradient = rows[stay], points[stay], gradient[stay]
-            points = ascend(points, gradient, problem.x[rows], problem.threat, eta)
-
-    def _losses(self, problem: Problem, read: Reader, logits: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    def _climbed(self, problem: Problem, read: Reader, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's logits, and the loss of the normalised ones: one forward gives both."""
+        logits, features = read(points, rows)
         bias = read.layer.bias if self.bias and read.layer is not None else None
         scale = None if self.scale == "length" else self.scale
         seen = normalised(features, read.weight(logits), bias, scale)
         target = None if problem.target is None else problem.target[rows]
-        return adversarial_loss(self.loss, seen, problem.y[rows], target=target)
+        return logits, adversarial_loss(self.loss, seen, problem.y[rows], target=target)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+import itertools
+from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from steelman.attacks.apgd import ranked
 from steelman.attacks.engine import Problem, Search
 from steelman.attacks.hyperplane import nearest_first
-from steelman.attacks.pgd import PGD, _Climbed
+from steelman.attacks.pgd import Climbed, begin, climb, step_sizes
 from steelman.losses import targeted_margin
 from steelman.settings import Count, Number, settings
 
@@ -49,26 +51,33 @@ class MultiTargeted(Search):
     start: Literal["uniform", "diversified"] = "uniform"
 
     def search(self, problem: Problem) -> None:
-        pgd = PGD(
-            steps=self.steps, step_size=self.step_size, decay=self.decay, loss="targeted-margin", start=self.start
-        )
-        climbed = _Climbed(pgd, problem)
-        targets = self._targets(problem, climbed.reference)
-        for restart in range(self.restarts):
-            for rank in range(targets.shape[1]):
-                rows = problem.alive()
-                if len(rows) == 0:
-                    return
-                climbed.target = targets[:, rank]
-                key = problem.key.fold("restart", restart, *(("target", rank) if rank else ()))
-                pgd._search(problem, climbed, rows, pgd._begin(problem, rows, key))
+        targets = self._targets(problem)
+        sizes = step_sizes(problem.threat, self.steps, self.step_size, self.decay)
+        for restart, rank in itertools.product(range(self.restarts), range(targets.shape[1])):
+            rows = problem.alive()
+            if len(rows) == 0:
+                return
+            key = problem.key.fold("restart", restart, *(("target", rank) if rank else ()))
+            climb(problem, towards(problem, targets[:, rank]), rows, begin(problem, rows, key, self.start), sizes)
 
-    def _targets(self, problem: Problem, clean: Tensor | None) -> Tensor:
+    def _targets(self, problem: Problem) -> Tensor:
         """The classes to climb towards, a column a run."""
         if problem.target is not None:
             return problem.target[:, None]
-        clean = cast(Tensor, clean)  # without a target, the loss has ranked the classes
+        rows = problem.alive()
+        with torch.no_grad():
+            clean = problem.logits(problem.x, rows)
         classes = ranked(clean, problem.y, self.candidates or clean.shape[1])
         targets = (nearest_first(problem, classes) if self.candidates else classes)[:, : self.targets]
-        problem.keep(problem.x, clean, targeted_margin(clean, problem.y, targets[:, 0]), problem.alive())
+        problem.keep(problem.x, clean, targeted_margin(clean, problem.y, targets[:, 0]), rows)
         return targets
+
+
+def towards(problem: Problem, target: Tensor) -> Climbed:
+    """What one run climbs: z_t - z_y."""
+
+    def climbed(points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits = problem.logits(points, rows)
+        return logits, targeted_margin(logits, problem.y[rows], target[rows])
+
+    return climbed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
 import torch
@@ -23,10 +24,101 @@ from steelman.threat import ThreatModel
 # The spread of the Gaussian start of the published TRADES code.
 GAUSSIAN_START = 1e-3
 
+Start = Literal["uniform", "ball", "gaussian", "zero", "diversified"]
+
+# What an attack climbs: the model's logits at points of the samples `rows`, and the loss of each.
+Climbed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 def ascend(x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float) -> Tensor:
     """x' <- project(x' + step_size * U_p(gradient)): the one gradient step of the repository."""
     return threat.project(x_adv + threat.steepest(gradient, x_adv, step_size), x)
+
+
+def climb(
+    problem: Problem,
+    climbed: Climbed,
+    rows: Tensor,
+    points: Tensor,
+    sizes: Sequence[float],
+    *,
+    momentum: float = 0.0,
+    keep: Literal["best", "last"] | None = "best",
+) -> Tensor:
+    """x' <- project(x' + eta U_p(g)) from the given points of the samples `rows`, one step for each eta of `sizes`.
+
+    g is the gradient; with momentum mu, g <- mu g + gradient / mean|gradient|. One forward and one backward a step.
+
+    With `keep` "best" the problem judges every point, by the logits that also give the gradient, and a broken sample
+    leaves the loop. With "last" it judges the last points alone, with None no point. Gives the last points of the
+    samples still in the loop.
+    """
+    g = torch.zeros_like(points)
+    for eta in sizes:
+        points = points.detach().requires_grad_()
+        logits, losses = climbed(points, rows)
+        if keep == "best":
+            stay = ~problem.keep(points, logits, losses, rows)
+            if not stay.any():
+                return points[:0]
+        gradient = problem.gradient(losses, points, rows)
+        g = momentum * g + gradient / mean_size(gradient) if momentum else gradient
+        points = points.detach()
+        if keep == "best" and not stay.all():
+            rows, points, g = rows[stay], points[stay], g[stay]
+        points = ascend(points, g, problem.x[rows], problem.threat, eta)
+    if keep is not None:
+        with torch.no_grad():
+            problem.keep(points, *climbed(points, rows), rows)
+    return points.detach()
+
+
+def mean_size(gradient: Tensor) -> Tensor:
+    """mean|gradient| of each sample, never zero."""
+    size = gradient.flatten(1).abs().mean(dim=1).clamp_min(torch.finfo(gradient.dtype).tiny)
+    return size.view(-1, *[1] * (gradient.dim() - 1))
+
+
+def step_sizes(threat: ThreatModel, steps: int, size: float | None = None, decay: float = 1.0) -> list[float]:
+    """The size of each step: `size`, or 2.5 eps / steps, or eps for a single step. It shrinks to `decay` of that.
+
+    >>> step_sizes(ThreatModel(eps=0.1), 1), step_sizes(ThreatModel(eps=0.1), 3, 8.0, decay=0.5)
+    ([0.1], [8.0, 6.0, 4.0])
+    """
+    if size is None:
+        size = threat.eps if steps == 1 else 2.5 * threat.eps / steps
+    if decay == 1 or steps == 1:
+        return [size] * steps
+    return [size] + [
+        size * (decay + (1 - decay) * (1 + math.cos(math.pi * step / (steps - 1))) / 2) for step in range(1, steps)
+    ]
+
+
+def begin(problem: Problem, rows: Tensor, key: Key, start: Start) -> Tensor:
+    """The points from which the samples `rows` start."""
+    x, threat, index = problem.x[rows], problem.threat, problem.index[rows]
+    if start == "zero":
+        return x
+    if start == "gaussian":
+        return threat.project(x + GAUSSIAN_START * key.normal(index, tuple(x.shape[1:]), x.dtype), x)
+    points = threat.random_start(x, index, key, box=start != "ball")
+    return diversified(problem, rows, points, key) if start == "diversified" else points
+
+
+def diversified(problem: Problem, rows: Tensor, points: Tensor, key: Key, steps: int = 2) -> Tensor:
+    """Points moved along a random direction in the space of logits: x' <- project(x' + eps U_p(grad w . z(x'))).
+
+    Tashiro et al. (2020), "Diversity can be transferred: output diversification for white- and black-box attacks".
+    """
+    x, threat, w = problem.x[rows], problem.threat, None
+    for _ in range(steps):
+        points = points.detach().requires_grad_(True)
+        logits = problem.logits(points, rows)
+        if w is None:
+            w = 2 * key.fold("diversified").uniform(problem.index[rows], (logits.shape[1],), logits.dtype) - 1
+        gradient = problem.gradient((w * logits).sum(dim=1), points, rows)
+        points = ascend(points.detach(), gradient, x, threat, threat.eps)
+    return points
 
 
 @settings
@@ -62,7 +154,7 @@ class PGD(Search):
     decay: Annotated[Number, Field(gt=0, le=1)] = 1.0
     restarts: Count = 1
     loss: str = "cross-entropy"
-    start: Literal["uniform", "ball", "gaussian", "zero", "diversified"] = "uniform"
+    start: Start = "uniform"
     momentum: Annotated[Number, Field(ge=0)] = 0.0
     keep: Literal["best", "last"] = "best"
     mode: Mode = "eval"
@@ -118,110 +210,36 @@ class PGD(Search):
             return x.detach().clone()
         # A training attack: nobody asks whether it succeeds, so nothing but the climb is done.
         with untouched(model, self.mode), torch.enable_grad():
-            return self._climb(Problem(model, x, y, threat, index=index, key=key, target=target))
+            return self._last(Problem(model, x, y, threat, index=index, key=key, target=target))
 
     def search(self, problem: Problem) -> None:
         if self.keep == "last" and self.restarts == 1:
-            points, rows = self._climb(problem), problem.alive()
-            with torch.no_grad():
-                logits = problem.logits(points, rows)
-            problem.keep(points, logits, torch.zeros_like(logits[:, 0]), rows)
+            self._look(problem, self._last(problem))
             return
         climbed, each = _Climbed(self, problem), range(self.restarts)
         for runs in [each] if self.together else [[restart] for restart in each]:
             rows = problem.alive()
             if len(rows) == 0:
                 return
-            begins = [
-                self._begin(problem, rows, problem.key.fold("restart", restart), first=restart == 0) for restart in runs
-            ]
-            if len(runs) == 1:
-                self._search(problem, climbed, rows, begins[0])
-                continue
+            points = torch.cat([self._begin(problem, rows, restart) for restart in runs])
             copies = problem.spread(rows, len(runs))
-            self._search(copies, climbed.of(copies, rows.repeat(len(runs))), copies.alive(), torch.cat(begins))
+            self._climb(copies, climbed.of(copies, rows.repeat(len(runs))), points, self.keep)
             problem.gather(copies, rows)
 
-    def _begin(self, problem: Problem, rows: Tensor, key: Key, *, first: bool = True) -> Tensor:
-        x, threat, index = problem.x[rows], problem.threat, problem.index[rows]
-        if problem.start is not None and first:
+    def _last(self, problem: Problem) -> Tensor:
+        """The last point of each sample. Nobody asks whether it succeeds."""
+        return self._climb(problem, _Climbed(self, problem), self._begin(problem, problem.alive(), 0), None)
+
+    def _climb(
+        self, problem: Problem, climbed: Climbed, points: Tensor, keep: Literal["best", "last"] | None
+    ) -> Tensor:
+        sizes = step_sizes(problem.threat, self.steps, self.step_size, self.decay)
+        return climb(problem, climbed, problem.alive(), points, sizes, momentum=self.momentum, keep=keep)
+
+    def _begin(self, problem: Problem, rows: Tensor, restart: int) -> Tensor:
+        if problem.start is not None and restart == 0:
             return problem.start[rows]
-        if self.start == "gaussian":
-            return threat.project(x + GAUSSIAN_START * key.normal(index, tuple(x.shape[1:]), x.dtype), x)
-        if self.start == "zero":
-            return x.clone()
-        points = threat.random_start(x, index, key, box=self.start != "ball")
-        return diversified(problem, rows, points, key) if self.start == "diversified" else points
-
-    def eta(self, threat: ThreatModel, step: int = 0) -> float:
-        """The size of a step."""
-        size = self.step_size
-        if size is None:
-            size = threat.eps if self.steps == 1 else 2.5 * threat.eps / self.steps
-        if self.decay == 1 or step == 0:
-            return size
-        return size * (self.decay + (1 - self.decay) * (1 + math.cos(math.pi * step / (self.steps - 1))) / 2)
-
-    def _direction(self, gradient: Tensor, velocity: Tensor | None) -> Tensor:
-        """The gradient, or its accumulated, normalised form under momentum."""
-        if velocity is None:
-            return gradient
-        size = gradient.flatten(1).abs().mean(dim=1).clamp_min(torch.finfo(gradient.dtype).tiny)
-        return self.momentum * velocity + gradient / size.view(-1, *[1] * (gradient.dim() - 1))
-
-    def _climb(self, problem: Problem) -> Tensor:
-        """All steps on all samples; the last point."""
-        rows = torch.arange(len(problem.x), device=problem.x.device)
-        climbed = _Climbed(self, problem)
-        x_adv = self._begin(problem, rows, problem.key.fold("restart", 0))
-        velocity = torch.zeros_like(x_adv) if self.momentum else None
-        for step in range(self.steps):
-            x_adv.requires_grad_(True)
-            losses = climbed(problem.logits(x_adv, rows), rows)
-            gradient = self._direction(problem.gradient(losses, x_adv, rows), velocity)
-            velocity = gradient if velocity is not None else None
-            x_adv = ascend(x_adv.detach(), gradient, problem.x, problem.threat, self.eta(problem.threat, step))
-        return x_adv.detach()
-
-    def _search(self, problem: Problem, climbed: _Climbed, rows: Tensor, x_adv: Tensor) -> None:
-        """All steps on the samples `rows`, each leaving when it falls.
-
-        Success is read from the logits that also give the gradient: one forward and one backward a step.
-        """
-        velocity = torch.zeros_like(x_adv) if self.momentum else None
-        for step in range(self.steps + 1):
-            last = step == self.steps
-            x_adv = x_adv.detach().requires_grad_(not last)
-            with torch.set_grad_enabled(not last):
-                logits = problem.logits(x_adv, rows)
-                losses = climbed(logits, rows)
-            if self.keep == "best" or last:
-                stay = ~problem.keep(x_adv, logits, losses, rows)
-                if last or not stay.any():
-                    return
-            gradient = self._direction(problem.gradient(losses, x_adv, rows), velocity)
-            velocity = gradient if velocity is not None else None
-            x_adv = x_adv.detach()
-            if self.keep == "best" and not stay.all():
-                rows, x_adv, gradient = rows[stay], x_adv[stay], gradient[stay]
-                velocity = velocity[stay] if velocity is not None else None
-            x_adv = ascend(x_adv, gradient, problem.x[rows], problem.threat, self.eta(problem.threat, step))
-
-
-def diversified(problem: Problem, rows: Tensor, points: Tensor, key: Key, steps: int = 2) -> Tensor:
-    """Points moved along a random direction in the space of logits: x' <- project(x' + eps U_p(grad w . z(x'))).
-
-    Tashiro et al. (2020), "Diversity can be transferred: output diversification for white- and black-box attacks".
-    """
-    x, threat, w = problem.x[rows], problem.threat, None
-    for _ in range(steps):
-        points = points.detach().requires_grad_(True)
-        logits = problem.logits(points, rows)
-        if w is None:
-            w = 2 * key.fold("diversified").uniform(problem.index[rows], (logits.shape[1],), logits.dtype) - 1
-        gradient = problem.gradient((w * logits).sum(dim=1), points, rows)
-        points = ascend(points.detach(), gradient, x, threat, threat.eps)
-    return points
+        return begin(problem, rows, problem.key.fold("restart", restart), self.start)
 
 
 class _Climbed:
@@ -262,11 +280,12 @@ class _Climbed:
             )
         return heads[0] if heads else None
 
-    def __call__(self, logits: Tensor, rows: Tensor) -> Tensor:
+    def __call__(self, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.problem.logits(points, rows)
         target = None if self.target is None else self.target[rows]
         reference = None if self.reference is None else self.seen(self.reference[rows], rows)
         y, seen = self.problem.y[rows], self.seen(logits, rows)
-        return adversarial_loss(self.attack.loss, seen, y, target=target, reference=reference)
+        return logits, adversarial_loss(self.attack.loss, seen, y, target=target, reference=reference)
 
     def seen(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Logits as the loss sees them."""

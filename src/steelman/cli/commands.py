@@ -13,6 +13,8 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from steelman import __version__
+from steelman.cli.distance import app as distance_app
+from steelman.cli.distance import say_if
 from steelman.cli.evidence import app as evidence_app
 from steelman.cli.listing import (
     Kind,
@@ -35,7 +37,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Fetch datasets, and see which are here.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-app.add_typer(evidence_app)  # without a name: its commands are steelman's own
+for part in (distance_app, evidence_app):
+    app.add_typer(part)  # without a name: its commands are steelman's own
 
 
 def _version(wanted: bool) -> None:
@@ -179,77 +182,7 @@ def evaluate(
         out=out,
         console=console,
     )
-    _say_if(untrained)
-
-
-@app.command()
-def distance(
-    target: Annotated[
-        str, typer.Argument(help="A run's folder; or a model's name or package.module:factory, with --weights.")
-    ],
-    attack: Annotated[
-        str,
-        typer.Option(
-            help="An attack with options that looks for the nearest point: rays (linf), deepfool (linf, l2), fab, "
-            "cw (l2). With rays the mean is ADBD."
-        ),
-    ] = "rays",
-    data: Annotated[
-        str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
-    norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
-    eps: Annotated[
-        str | None, typer.Option(help="Radius that distances are compared with; by default the run's own.")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Measure what a factory makes even if its weights are random.")
-    ] = False,
-    layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
-    head: Annotated[str, typer.Option(help="Head of a model given by name, such as he or he:scale=10.")] = "linear",
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for distances.json.")] = None,
-) -> None:
-    """Measure how far the nearest adversarial points are: the mean and the median distance with 95% intervals.
-
-    Example: steelman distance runs/mine --attack rays:queries=10000 --samples 100
-    """
-    from steelman.cli import subjects
-    from steelman.cli.distance import measure_distance
-
-    untrained = subjects.random_weights(target, option or [], weights, allowed=random_weights)
-    measure_distance(
-        target,
-        attack=attack,
-        data=data,
-        root=root,
-        norm=norm,
-        eps=eps,
-        weights=weights,
-        layout=layout,
-        head=head,
-        options=option or [],
-        samples=samples,
-        batch_size=batch_size,
-        seed=seed,
-        workers=workers,
-        out=out,
-        console=console,
-    )
-    _say_if(untrained)
-
-
-def _say_if(untrained: bool) -> None:
-    """Say of numbers what nobody may overlook."""
-    if untrained:
-        console.print("The weights are random: these are the numbers of an untrained model.", style="yellow")
+    say_if(untrained)
 
 
 @app.command()

@@ -29,13 +29,13 @@ from steelman.data.source import first
 from steelman.errors import UserError
 from steelman.evaluation.checks import check_radius
 from steelman.evaluation.evaluate import evaluate, versions
-from steelman.evaluation.progress import showing
 from steelman.evaluation.result import Evaluation, seconds_of
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
 from steelman.evaluation.transfer import Transfer, transfer
 from steelman.evidence.bundle import finished, read_bundle, weights_digest
 from steelman.evidence.verify import verify
+from steelman.progress import showing
 from steelman.report import Entry, html, tables, text
 from steelman.settings import name_and_options, options_of
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from steelman import data as datasets
@@ -123,8 +122,8 @@ def threat_from(own: dict[str, Any] | None, norm: str | None, eps: str | None) -
         raise UserError(f"--eps: expected a radius for norm {norm}; the run's own is for {own['norm']}")
     try:
         return ThreatModel(**given)
-    except ValidationError as error:
-        raise UserError(f"threat model: {SettingsError.of(error, ThreatModel)}") from None
+    except SettingsError as error:
+        raise UserError(f"threat model: {error}") from None
 
 
 def _named(

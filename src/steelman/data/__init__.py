@@ -1,4 +1,4 @@
-"""Images in [0, 1]: the datasets by name, your own folders and arrays, augmentation, and how an epoch is read."""
+"""Images in [0, 1]: datasets by name, your own folders and arrays, augmentation, and the batches of an epoch."""
 
 from steelman.data.augment import AUGMENTATIONS, Augmentation, CropFlip, NoAugment
 from steelman.data.datasets import DATASETS, Dataset, load

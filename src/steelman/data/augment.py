@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,11 @@ class CropFlip:
         return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
+_crop: Any = partial(CropFlip, flip=False)
+_crop.summary = "Pad by a few pixels, and crop back to size at a random place."
+
 AUGMENTATIONS: dict[str, Callable[..., Augmentation]] = {
     "none": NoAugment,
-    "crop": partial(CropFlip, flip=False),
+    "crop": _crop,
     "crop-flip": CropFlip,
 }

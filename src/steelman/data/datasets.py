@@ -1,4 +1,4 @@
-"""The datasets by name: one built in, those that can be fetched, and your own images."""
+"""The datasets by name: one is built in, some can be fetched, and two read your own images."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Dataset:
     def __post_init__(self) -> None:
         if self.train.classes != self.test.classes:
             only = set(self.train.classes) ^ set(self.test.classes)
-            raise UserError(f"{self.name}: expected the same classes to train and to test; in one only: {sorted(only)}")
+            raise UserError(f"{self.name}: expected the same classes to train and to test; only in one: {sorted(only)}")
         if self.train.shape != self.test.shape:
             raise UserError(f"{self.name}: expected one image shape, got {self.train.shape} and {self.test.shape}")
         for part, source in (("train", self.train), ("test", self.test)):
-            if name_of(source) == UNNAMED:  # what an evaluation writes down as the data
+            if name_of(source) == UNNAMED:  # an evaluation records this name
                 object.__setattr__(source, "name", f"{self.name} {part}")
 
     @property
@@ -57,7 +57,7 @@ class Dataset:
 
 @validate_call
 def digits() -> Dataset:
-    """1797 handwritten digits, 1 x 8 x 8, built in: 1437 to train and 360 to test."""
+    """1797 handwritten digits, built in: 1437 to train, 360 to test; 1 x 8 x 8, 10 classes."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -70,7 +70,7 @@ def digits() -> Dataset:
 
 
 def published(item: Fetchable) -> Callable[..., Dataset]:
-    """What loads a dataset that was fetched before; `root` is the folder it was fetched to, if not the usual one."""
+    """A function that loads a fetched dataset. Its `root` is the folder of the dataset, if not the usual one."""
 
     @validate_call
     def dataset(*, root: Path | None = None) -> Dataset:
@@ -91,7 +91,7 @@ def published(item: Fetchable) -> Callable[..., Dataset]:
 
 @validate_call
 def folder(*, root: Path | None = None, size: int = 224, resize: int = 256, test: str | None = None) -> Dataset:
-    """Your images: root/train/<class>/*.jpg, and root/val or root/test (`test` says which, if there are both)."""
+    """Your images: root/train/<class>/*.jpg, and root/val or root/test. If you have both, `test` names one."""
     base = _given("folder", root)
     held_out = [name for name in ("val", "test") if (base / name).is_dir()] if test is None else [test]
     if len(held_out) != 1:
@@ -106,7 +106,7 @@ def arrays(*, root: Path | None = None) -> Dataset:
     """Your arrays: train_images, train_labels, test_images and test_labels in one .npz, or as .npy in a folder."""
     base = _given("arrays", root)
     found = {name: _array(base, name) for name in PARTS}
-    # Named by the labels of both parts, for a small test set may lack a class.
+    # The labels of both parts, because a small test set may lack a class.
     labels = [found[name] for name in ("train_labels", "test_labels") if found[name].size]
     classes = [str(i) for i in range(1 + max((int(values.max()) for values in labels), default=0))]
     train, test = (_source(found, part, classes) for part in ("train", "test"))
@@ -117,7 +117,7 @@ def _given(name: str, root: Path | None) -> Path:
     if root is None:
         raise UserError(f"dataset {name!r} needs root=PATH, where your images are")
     if not root.expanduser().exists():
-        raise UserError(f"dataset {name!r}: there is no {root}")
+        raise UserError(f"dataset {name!r}: expected an existing root, got {root}")
     return root.expanduser()
 
 
@@ -132,7 +132,7 @@ def _array(base: Path, name: str) -> NDArray[Any]:
     path = base / f"{name}.npy" if base.is_dir() else base
     try:
         if base.is_dir():
-            # Mapped copy-on-write: read from the disk as needed, and writable, as torch wants it.
+            # "c" reads from the disk only as needed, and gives a writable array, which torch needs.
             content = np.load(path, mmap_mode="c", allow_pickle=False)
         else:
             with np.load(path, allow_pickle=False) as archive:
@@ -141,7 +141,7 @@ def _array(base: Path, name: str) -> NDArray[Any]:
         raise UserError(f"expected the file {path}, found none") from None
     except KeyError:
         raise UserError(f"{path}: expected the arrays {', '.join(PARTS)}; there is no {name}") from None
-    except Exception as error:  # a file that is not NumPy's, or is damaged, raises many kinds of error
+    except Exception as error:  # a damaged file, or one of another format, raises many kinds of error
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, np.ndarray):
         raise UserError(f"{path}: expected one array, got {type(content).__name__}")
@@ -157,7 +157,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
 
 
 def load(name: str, **options: Any) -> Dataset:
-    """The dataset `name` of `DATASETS`, with its options.
+    """Load the dataset that `DATASETS` calls `name`, with its options.
 
     >>> data = load("digits")
     >>> len(data.train), len(data.test), data.num_classes, data.shape

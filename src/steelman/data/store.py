@@ -1,4 +1,4 @@
-"""A fetched dataset on the disk: one safetensors file, checked when written, mapped into memory when read."""
+"""A fetched dataset on the disk: one safetensors file, which is mapped into memory when it is read."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ VARIABLE = "STEELMAN_DATA"
 
 
 def data_root() -> Path:
-    """The folder datasets are kept in: the variable ``STEELMAN_DATA``, or else this user's cache."""
+    """The folder of all fetched datasets: the variable ``STEELMAN_DATA``, or else the user's cache folder."""
     given = os.environ.get(VARIABLE)
     return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("steelman"))
 
 
 def stored(name: str, root: Path | None = None) -> Path:
-    """The file that holds the dataset `name`, whether or not it exists."""
+    """The path of the file that holds the dataset `name`. The file need not exist."""
     return (root or data_root()) / name / f"{name}.safetensors"
 
 
 def write(path: Path, arrays: Arrays, meta: Mapping[str, object]) -> None:
-    """Write the four arrays and their description in one step: the file is complete or it is not there."""
+    """Write the four arrays and their description. After an error there is no file rather than half a file."""
     parts = {name: np.ascontiguousarray(arrays[name]) for name in PARTS}
     content = save(parts, {"steelman": json.dumps(meta, sort_keys=True)})
     with storage(path):
@@ -42,7 +42,7 @@ def write(path: Path, arrays: Arrays, meta: Mapping[str, object]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """The arrays, mapped from the file rather than copied, and their description."""
+    """The arrays, mapped from the file and not copied, and their description."""
     try:
         with safe_open(path, framework="pt") as file:
             meta = json.loads((file.metadata() or {})["steelman"])

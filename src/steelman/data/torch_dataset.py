@@ -1,4 +1,4 @@
-"""Any map-style torch Dataset as a source of images."""
+"""Any map-style torch Dataset as a source."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
 from steelman.rng import Key
 
-TRIED = 4  # samples that are asked for twice, to see whether they come out alike
+TRIED = 4  # how many samples are read twice, to see whether they are the same both times
 
 
 class TorchSource:
-    """A map-style Dataset of (image, label): images in [0, 1], or with 8 bits, which are divided by 255.
+    """A map-style Dataset of (image, label). Images are in [0, 1], or have 8 bits and are divided by 255.
 
-    While a sample is made, the global generators of Python, NumPy and torch are seeded by the key and the sample's
-    index, and are as before afterwards. So a transform that draws from them depends on the sample and the epoch alone,
-    whatever the batches and the processes. `exact` is False where samples still come out otherwise the second time:
-    such a transform has a generator of its own.
+    Before each sample, the global generators of Python, NumPy and torch are seeded by the key and the sample's index.
+    Afterwards they are as before. So a random transform depends on the sample and the epoch alone, not on batches or
+    processes. `exact` is False if a sample is different the second time: a transform has its own generator.
     """
 
     def __init__(self, dataset: Any, name: str = "data", workers: int = 0) -> None:
         if isinstance(dataset, DataLoader):
             raise UserError(
-                "expected a Dataset, got a DataLoader: to go on exactly where it stopped, a run must choose the order "
-                "of the samples itself; give loader.dataset, and the batch size as batch_size"
+                "expected a Dataset, got a DataLoader: a run must choose the order of the samples itself, so that it "
+                "can resume exactly; give loader.dataset, and the batch size as batch_size"
             )
         if isinstance(dataset, IterableDataset) or not (
             hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -72,14 +71,14 @@ class TorchSource:
         x = torch.stack(rows)
         x = x.to(torch.float32).div_(255) if x.dtype == torch.uint8 else x.to(torch.float32)
         low, high = (float(end) for end in x.aminmax())
-        if not (low >= 0 and high <= 1):  # NaN is neither
+        if not (low >= 0 and high <= 1):  # also True for NaN
             hint = "; divide by 255" if low >= 0 and 1 < high <= 255 else ""
-            hint = hint or "; normalisation belongs into the model: steelman.wrap(model, mean=..., std=...)"
+            hint = hint or "; the model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
             raise UserError(f"expected pixels in [0, 1], got {low:g} .. {high:g}{hint}")
         return x
 
     def _sample(self, place: int, key: Key | None) -> tuple[Tensor, int]:
-        """One sample: the image as a tensor, the label as a number."""
+        """One sample: the image as a tensor, and the label as a number."""
         with _seeded((key or Key(0).fold("evaluation")).fold("sample", place).integer()):
             try:
                 item = self.dataset[place]
@@ -92,7 +91,7 @@ class TorchSource:
         return _image(image, place), _label(label, place)
 
     def _labels(self) -> Tensor:
-        """All labels; from the Dataset's own list where it has one, for reading every image takes long."""
+        """All labels. They come from the Dataset's list `targets`, if there is one: reading every image takes long."""
         own = getattr(self.dataset, "targets", None)
         if own is not None and len(own) == len(self.dataset):
             labels = torch.as_tensor(own)
@@ -111,7 +110,7 @@ class TorchSource:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators; they are as before afterwards."""
+    """Inside, the global generators start at `seed`. Afterwards they are as before."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -155,7 +154,7 @@ def _label(value: Any, place: int) -> int:
 
 
 def as_source(data: object, what: str = "data") -> Source:
-    """Tensors or arrays (images, labels), one of our sources, or a map-style torch Dataset, as a source."""
+    """A source from (images, labels) as tensors or arrays, from a source, or from a map-style torch Dataset."""
     if isinstance(data, tuple | list):
         if len(data) != 2:
             raise UserError(f"{what}: expected (images, labels), got {len(data)} values")

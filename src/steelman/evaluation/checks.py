@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks.base import check_range, logits_of, untouched
-from steelman.data.source import Source
+from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
 from steelman.losses import magnitude, spread
 from steelman.threat import ThreatModel
@@ -50,6 +50,20 @@ def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None) -> Non
         raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
     if shape is not None and (problem := threat.too_wide(shape)):
         raise ContractError("eps", f"eps: {problem}")
+
+
+def source_of(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
+    """The source that is given, or one of images and labels in memory."""
+    if isinstance(x, Source):
+        if y is not None:
+            raise UserError("expected y None with a source, which has its own labels")
+        return x
+    if y is None:
+        raise UserError("expected labels y with images x, got None")
+    if isinstance(x, Tensor) and x.is_inference():
+        with torch.inference_mode(False):
+            x = x.clone()
+    return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
 def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device: torch.device) -> int:

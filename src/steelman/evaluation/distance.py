@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, Attack
 from steelman.attacks.engine import Search
-from steelman.data.source import ArraySource, Source, batches, stream
+from steelman.data.source import Source, batches, name_of, stream
 from steelman.errors import UserError
-from steelman.evaluation.checks import as_model, check_contract, check_manners, predictions
+from steelman.evaluation.checks import as_model, check_contract, check_manners, check_model, predictions, source_of
 from steelman.evaluation.evaluate import versions
-from steelman.evaluation.progress import Ticker, showing
 from steelman.evaluation.result import interval
-from steelman.evaluation.stages import describe
+from steelman.evaluation.stages import describe, whole
+from steelman.evidence.bundle import device_of
 from steelman.files import write_atomic
 from steelman.precision import full_precision
+from steelman.progress import Ticker
 from steelman.rng import Key
 from steelman.threat import ThreatModel, norms
 
@@ -149,13 +149,8 @@ def distance(
     attack: Attack,
     *,
     name: str = "model",
-    data_name: str = "data",
-    samples: int | None = None,
     batch_size: int = 256,
     seed: int = 0,
-    workers: int = 0,
-    device: torch.device | None = None,
-    console: Console | None = None,
 ) -> Distances:
     """Mean and median over the samples of min { ||x' - x||_p : f(x') != y }, as far as `attack` finds the minimum.
 
@@ -164,8 +159,9 @@ def distance(
     that the model gets right, is no point.
 
     Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `attack` looks for the nearest point,
-    as RayS, DeepFool, FAB and C&W do; `threat` says norm and range, and its radius is for ``above`` alone; `samples`
-    takes only the first that many.
+    as RayS, DeepFool, FAB and C&W do; `threat` says norm and range, and its radius is for ``above`` alone; `name` is
+    what the record calls the model. The model is measured where its weights are. Of a source, ``first(source, 1000)``
+    is a part. In a block ``with showing(console)`` progress is shown.
 
     With RayS the mean is the average decision boundary distance (ADBD) of Chen and Gu (2020), "RayS: A Ray Searching
     Method for Hard-label Adversarial Attack", section 5.
@@ -188,18 +184,17 @@ def distance(
         raise UserError(
             f"attack: {type(attack).__name__} knows the norms {', '.join(attack.norms)}, and the norm is {threat.norm}"
         )
-    if samples is not None and samples < 1:
-        raise UserError(f"samples: expected at least 1, got {samples}")
-    source = _source(x, y, threat)
-    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    seed, batch_size = whole("seed", seed), whole("batch_size", batch_size, 1)
+    check_model(model)
+    source, device = source_of(x, y, threat), device_of(model)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), full_precision():
         check_contract(model, source, threat, device)
         check_manners(model, source, device, most=batch_size)
         started, key = time.perf_counter(), Key(seed).fold("distance")
-        total, widest = len(source) if samples is None else min(samples, len(source)), threat.widest(source.shape)
+        total, widest = len(source), threat.widest(source.shape)
         values, wrong, forwards, backwards = list[float](), 0, 0, 0
-        with showing(console), Ticker(name) as tell:
-            for images, labels, rows in stream(source, batches(total, batch_size, None), None, workers):
+        with Ticker(name) as tell:
+            for images, labels, rows in stream(source, batches(total, batch_size, None), None):
                 clean, label, index = as_model(model, images, device), labels.to(device), rows.to(device)
                 right = predictions(model, clean, "clean") == label
                 at = right.nonzero()[:, 0]
@@ -212,7 +207,7 @@ def distance(
                 tell("distance", len(values), total)
     return Distances(
         model=name,
-        data=data_name,
+        data=name_of(source),
         norm=threat.norm,
         eps=threat.eps,
         widest=widest,
@@ -251,16 +246,6 @@ def bootstrap(
     tail = 50 * (1 - confidence)
     low, high = np.percentile(np.concatenate(found), (tail, 100 - tail))
     return float(low), float(high)
-
-
-def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
-    if isinstance(x, Source):
-        if y is not None:
-            raise UserError("expected y None with a source, which has its own labels")
-        return x
-    if y is None:
-        raise UserError("expected labels y with images x, got None")
-    return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
 def _checked(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, points: Tensor | None) -> Tensor:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 import steelman
 from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
-from steelman.data.source import ArraySource, Source, knows_classes, name_of
+from steelman.data.source import Source, knows_classes, name_of
 from steelman.errors import UserError
 from steelman.evaluation.bfloat16 import settled
-from steelman.evaluation.checks import ContractError, check_contract, check_manners, check_model
+from steelman.evaluation.checks import ContractError, check_contract, check_manners, check_model, source_of
 from steelman.evaluation.curve import measured_with
 from steelman.evaluation.findings import Findings
 from steelman.evaluation.pilot import look_ahead
-from steelman.evaluation.progress import Ticker, say
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.runner import Runner
 from steelman.evaluation.selftest import self_test
@@ -37,6 +36,7 @@ from steelman.evidence.ledger import Work
 from steelman.evidence.rebuild import confusion_of, margins_of, right_of
 from steelman.models.wrap import detected
 from steelman.precision import full_precision
+from steelman.progress import Ticker, say
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -88,7 +88,7 @@ def evaluate(
     out = None if out is None else Path(out)
     with contextlib.ExitStack() as stack:
         check_model(model)
-        source, device = _source(x, y, threat), device_of(model)
+        source, device = source_of(x, y, threat), device_of(model)
         model, sentence = detected(model, source.images(torch.arange(min(2, len(source)))).to(device))
         if sentence:
             say(sentence)
@@ -185,19 +185,6 @@ def _check_surrogates(surrogates: Sequence[nn.Module], device: torch.device) -> 
         check_model(surrogate)
         if (place := device_of(surrogate)).type != device.type:
             raise UserError(f"surrogates: expected models on {device}, where the model is, got one on {place}")
-
-
-def _source(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
-    if isinstance(x, Source):
-        if y is not None:
-            raise UserError("expected y None with a source, which has its own labels")
-        return x
-    if y is None:
-        raise UserError("expected labels y with images x, got None")
-    if isinstance(x, Tensor) and x.is_inference():
-        with torch.inference_mode(False):
-            x = x.clone()
-    return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
 def _described(suite: Suite) -> dict[str, Any]:

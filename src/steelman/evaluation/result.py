@@ -232,8 +232,9 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path | str) -> Evaluation:
-        """The evaluation whose evidence is in the folder `path`, or in ``verdict`` of the run's folder `path`.
+        """The evaluation whose evidence is in the folder `path`.
 
+        Of a run's folder it is the evidence in ``verdict``, or else in ``attacks``.
         Evidence that was changed after it was written is refused. `verify` looks closer.
         """
         from steelman.evidence.rebuild import evaluation_of  # evidence is made of these records

@@ -23,11 +23,11 @@ from steelman.data.source import ArraySource, Source, batches, name_of, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
 from steelman.evaluation.evaluate import versions
-from steelman.evaluation.progress import Ticker
 from steelman.evaluation.result import Score, interval
 from steelman.evaluation.stages import describe
 from steelman.evidence.bundle import device_of
 from steelman.files import write_atomic
+from steelman.progress import Ticker
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 

@@ -37,6 +37,7 @@ GALLERY, TIMES = "gallery.safetensors", "times.json"
 NAMES = re.compile(r"(samples|gallery|adversarial-\d{4,9})\.safetensors")
 PICTURES = ("clean", "adversarial")  # the images of each sample in a gallery
 OWN = "verdict"  # the folder of a run in which the evidence on its own model is
+GIVEN = "attacks"  # the folder of a run with the evidence of attacks that were given one by one
 
 
 class DamagedError(UserError):
@@ -148,11 +149,11 @@ def _counts(stage: StageRecord) -> dict[str, Any]:
 
 
 def bundle_at(path: Path) -> Path:
-    """The folder with the evidence: `path`, or for a run's folder its ``verdict``."""
-    for folder in (path, path / OWN):
+    """The folder with the evidence: `path`, or for a run's folder its ``verdict``, or else its ``attacks``."""
+    for folder in (path, path / OWN, path / GIVEN):
         if (folder / "evidence.json").exists():
             return folder
-    expected = f"no evidence in {path}: evidence.json is missing there and in its folder {OWN!r}"
+    expected = f"no evidence in {path}: evidence.json is missing there and in its folders {OWN!r} and {GIVEN!r}"
     there = sorted(place.parent for name in ("*", "evaluations/*") for place in path.glob(f"{name}/evidence.json"))
     if there:
         raise UserError(f"{expected}; it has these evaluations, name one: {', '.join(map(str, there))}")

@@ -56,8 +56,8 @@ def verify(
     source: Source | None = None,
     device: torch.device | None = None,
 ) -> Checked:
-    """Check the evidence in `folder`, or in ``verdict`` of a run's folder; raise with the first thing that is not as
-    claimed.
+    """Check the evidence in `folder`, or that of a run's folder (its ``verdict``, or else its ``attacks``). Raise with
+    the first thing that is not as claimed.
 
     Images are put to the model on `device`, or where its weights are.
     """

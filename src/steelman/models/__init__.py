@@ -1,4 +1,4 @@
-"""Backbones: images to features. One architecture family a file; every one of them by name in MODELS.
+"""Backbones: images to features. Each file holds one family of architectures, and MODELS has all of them by name.
 
 >>> import torch
 >>> backbone = MODELS["wrn-28-8"](input_shape=(3, 32, 32), width=1, activation="softplus")
@@ -25,7 +25,7 @@ from steelman.models.wide_resnet import WideResNet
 def _variant(
     summary: str, family: Callable[..., Backbone], *wiring: object, **defaults: object
 ) -> Callable[..., Backbone]:
-    """A family's member. Depth and wiring are bound by position, so that they are no options; the width stays one."""
+    """One architecture of a family. Depth and wiring are fixed by position, so they are not options; the width is."""
     made = partial(family, *wiring, **defaults)
     made.summary = summary  # type: ignore[attr-defined]
     return made
@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[..., Backbone]] = {
     "pas-vgg16": partial(VGG16, width=8),
     "preact-resnet18": PreActResNet18,
     "preact-resnet18-fastat": _variant(
-        "PreActResNet-18 whose shortcuts read the raw input, as FastAT has it.", PreActResNet18, "raw"
+        "PreActResNet-18 of FastAT: its shortcuts read the raw input.", PreActResNet18, "raw"
     ),
     "resnet18": ResNet18,
     "resnet50": _variant("ResNet-50 for ImageNet.", BottleneckResNet, (3, 4, 6, 3)),

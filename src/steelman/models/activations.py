@@ -1,4 +1,4 @@
-"""Activations a backbone can be built with."""
+"""The activations that a backbone can have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from steelman.errors import unknown
 
-# The smooth ones are for methods that differentiate an input gradient: the second derivative of ReLU is zero.
+# Methods such as CURE and LLR differentiate an input gradient. They need a smooth activation, and ReLU is not smooth.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "softplus": nn.Softplus,

@@ -1,4 +1,4 @@
-"""What every backbone shares: its size, its input shape, and the checks on both."""
+"""The base class of all backbones: size, input shape, and the checks on both."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Shape = tuple[int, int, int]
 class Backbone(nn.Module):
     """Images (N, C, H, W) to features (N, `features`).
 
-    input_shape: (C, H, W) of the images.
-    width: base width or widening factor, as the architecture defines it.
-    smallest: the least height and width the architecture can take.
+    Arguments:
+        input_shape: (C, H, W) of the images.
+        width: base width or widening factor, as the architecture defines it.
+        smallest: the smallest height and width that the architecture can take.
     """
 
     features: int
@@ -44,7 +45,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_images(x: Tensor, input_shape: tuple[int, ...]) -> None:
-    """Raise unless `x` is a batch of floating-point images of the expected shape. Reads no pixel."""
+    """Raise unless `x` is a batch of floating-point images of the expected shape. This reads no pixel."""
     if x.ndim != 4 or tuple(x.shape[1:]) != tuple(input_shape):
         expected = ", ".join(map(str, input_shape))
         raise UserError(f"expected images of shape (N, {expected}), got {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""Batch norm: which of two a batch goes through, and its statistics as one batch had them."""
+"""Batch norm: separate ones for clean and adversarial images, and control over the statistics they use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Branch = Literal["clean", "adversarial"]
 
 
 class AuxiliaryNorm(nn.Module):
-    """Two batch norms in the place of one; `branch` says which of them a forward goes through.
+    """Two batch norms in the place of one. A forward uses the one that `branch` names.
 
     Xie et al. (2020), "Adversarial Examples Improve Image Recognition", section 4.
     """
@@ -34,13 +34,13 @@ class AuxiliaryNorm(nn.Module):
 
 
 def split_norms(model: nn.Module) -> nn.Module:
-    """Give every batch norm of a model an auxiliary one for adversarial batches; the model is changed.
+    """Replace every batch norm of a model by an `AuxiliaryNorm`. The model itself is changed, and returned.
 
     >>> net = split_norms(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     >>> type(net[1]).__name__
     'AuxiliaryNorm'
     """
-    # A module may stand at several places; named_children would tell of the first alone.
+    # named_children would find a module that has several places at the first place only.
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -56,7 +56,7 @@ def split_norms(model: nn.Module) -> nn.Module:
 
 
 def route(model: nn.Module, branch: Branch) -> None:
-    """Send a model's forwards through one branch; a model without auxiliary batch norm is left as it is."""
+    """Send a model's forwards through one branch. A model without auxiliary batch norm does not change."""
     for module in model.modules():
         if isinstance(module, AuxiliaryNorm):
             module.branch = branch
@@ -64,7 +64,7 @@ def route(model: nn.Module, branch: Branch) -> None:
 
 @contextlib.contextmanager
 def routed(model: nn.Module, branch: Branch) -> Iterator[None]:
-    """Send a model's forwards through one branch for a while."""
+    """Inside, a model's forwards go through one branch. Afterwards the branches are as before."""
     before = [(module, module.branch) for module in model.modules() if isinstance(module, AuxiliaryNorm)]
     route(model, branch)
     try:
@@ -79,10 +79,10 @@ Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
 
 @contextlib.contextmanager
 def recorded(model: nn.Module) -> Iterator[Statistics]:
-    """Inside, each forward notes the mean and (biased) variance by which every batch norm normalised its batch.
+    """Inside, each forward notes the mean and the (biased) variance with which every batch norm normalised its batch.
 
-    A batch norm that did not run, or that used its running averages, is not in it; of one that runs at several places
-    the last is.
+    A batch norm is missing from the result if it did not run, or if it used its running averages. If one batch norm
+    runs at several places, its last statistics count.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> with recorded(norm) as seen:
@@ -111,10 +111,10 @@ def recorded(model: nn.Module) -> Iterator[Statistics]:
 
 @contextlib.contextmanager
 def fixed(model: nn.Module, statistics: Mapping[_BatchNorm, tuple[Tensor, Tensor]] | None = None) -> Iterator[None]:
-    """Run a model in eval mode, with these statistics in place of its batch norms' running averages.
+    """Inside, a model is in eval mode, and `statistics` replace the running averages of its batch norms.
 
-    No forward inside moves an average, and each sample's output depends on that sample alone. Modes and averages are
-    as before afterwards, even after an exception.
+    No forward inside changes an average. Each sample's output depends on that sample alone. Afterwards modes and
+    averages are as before, even after an exception.
     """
     modes = [(module, module.training) for module in model.modules()]
     kept = [(norm, norm.running_mean, norm.running_var) for norm in statistics or {}]
@@ -133,11 +133,11 @@ def fixed(model: nn.Module, statistics: Mapping[_BatchNorm, tuple[Tensor, Tensor
 
 @contextlib.contextmanager
 def shared(model: nn.Module, statistics: Statistics | None = None) -> Iterator[Statistics]:
-    """Run a model in eval mode, but with its batch norms normalising by the statistics of one batch, in the graph.
+    """Inside, a model is in eval mode, but its batch norms use the statistics of one batch, with gradients.
 
-    Without `statistics` they are those of each forward's own batch, and are noted in what is yielded; with them, those.
-    Gradients flow through them, to the weights and to the images they were made from. A batch norm that was not in
-    train mode keeps its running averages. Nothing is recorded, and modes are as before afterwards.
+    By default they are the statistics of each forward's own batch, and the yielded mapping gets them. With
+    `statistics`, they are the given ones. Gradients flow through them, to the weights and to the images they come from.
+    A batch norm in eval mode uses its running averages. No average changes, and afterwards the modes are as before.
 
     >>> norm, x = nn.BatchNorm1d(1, affine=False, eps=0), torch.tensor([[1.0], [3.0]])
     >>> with shared(norm) as seen:
@@ -154,7 +154,7 @@ def shared(model: nn.Module, statistics: Statistics | None = None) -> Iterator[S
         if statistics is None:
             variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
             seen[norm] = (mean, variance)
-        if norm not in seen:  # it did not run on the batch whose statistics these are
+        if norm not in seen:  # this batch norm did not run on the batch with the given statistics
             return type(norm).forward(norm, x)
         shape = (1, -1, *(1,) * (x.dim() - 2))
         mean, variance = (value.view(shape) for value in seen[norm])

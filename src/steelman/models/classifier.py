@@ -1,4 +1,4 @@
-"""Classifier: input normalisation + backbone + head; and any model from anywhere, through an import path."""
+"""Classifier: input normalisation, backbone and head. Also models from an import path, and weights from files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steelman.models.base import check_images
 class Classifier(nn.Module):
     """logits = head(backbone((x - mean) / std)), for images in [0, 1].
 
-    `spec` says by which names and options it can be built again; None for one that was put together by hand.
+    `spec` holds the names and options that build it again. It is None unless `build_classifier` made the model.
     """
 
     mean: Tensor
@@ -56,7 +56,7 @@ class Classifier(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """log of the mean of the members' softmax: one model to predict with, to measure and to attack."""
+    """log(mean over the members of softmax): several models as one, which can predict and be attacked."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ def build_classifier(
     std: Sequence[float] = (1.0,),
     **options: Any,
 ) -> nn.Module:
-    """Construct a classifier by a registry name, or from ``package.module:factory``.
+    """Build a classifier by a name in MODELS, or from ``package.module:factory``.
 
-    An imported factory is called with `options` and gives images -> logits in the user's own way (its own
-    normalisation included); a head other than ``linear`` is then put in place of its last linear layer.
+    A factory is called with `options`, and gives the user's own model from images to logits. That model normalises its
+    own images. A `head` other than ``linear`` replaces the model's last linear layer.
     """
     from steelman.models import MODELS
     from steelman.settings import make
@@ -106,9 +106,9 @@ def build_classifier(
 
 
 def imported(path: str, **options: Any) -> nn.Module:
-    """The model that ``package.module:factory`` makes. Importing runs that module's code, as any import does."""
+    """The model that ``package.module:factory`` makes. The import runs that module's code."""
     module_name, _, attribute = path.partition(":")
-    if str(Path.cwd()) not in sys.path:  # a console script does not look in the folder it is run from
+    if str(Path.cwd()) not in sys.path:  # a console command does not import from the current folder by itself
         sys.path.append(str(Path.cwd()))
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
@@ -124,7 +124,7 @@ def imported(path: str, **options: Any) -> nn.Module:
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
-    """A state dict from safetensors, or from a torch file read with ``weights_only``; never a pickle's code."""
+    """A state dict from a safetensors file, or from a torch file with ``weights_only``. No code of a pickle runs."""
     if not path.is_file():
         raise UserError(f"no weights at {path}")
     if path.suffix == ".safetensors":
@@ -145,7 +145,7 @@ def load_state(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
-    """Put `state` into `model`; a state that belongs to another model is refused with what differs."""
+    """Load `state` into `model`. The error for a state of another model names the differences."""
     expected = model.state_dict()
     missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     shapes = [

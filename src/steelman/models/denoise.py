@@ -1,4 +1,4 @@
-"""Feature denoising: a block that may end each stage of a residual backbone."""
+"""Feature denoising: a block that can end each stage of a residual backbone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Denoise(nn.Module):
     softmax:  f(x)_i = sum_j softmax_j(theta(x_i) . phi(x_j) / sqrt(d)) x_j       mean:    of the 3x3 positions around i
     dot:      f(x)_i = sum_j (x_i . x_j) x_j / N                                  median:  of the same, in each channel
 
-    The embeddings theta and phi are 1x1 convolutions to d = channels / 2; "dot" has none. Outside the map, the 3x3
-    filters see its edge repeated, so they work on maps of any size. The BN, whose scale starts at zero so that the
-    block starts as the identity, d, and the spread of the embeddings' first values, 0.01, are from the authors' code.
+    The embeddings theta and phi of "softmax" are 1x1 convolutions to d = channels / 2. The 3x3 filters repeat the edge
+    of the map outside it, so they work on maps of any size. The scale of the batch norm starts at zero, so the block
+    starts as the identity. The batch norm, d, and the standard deviation 0.01 of the embeddings' first values are from
+    the authors' code.
 
     Xie et al. (2019), "Feature Denoising for Improving Adversarial Robustness": Fig. 4 (the block), section 4.2 (the
     filters), section 6 (one block at the end of each stage).
@@ -34,7 +35,7 @@ class Denoise(nn.Module):
             raise unknown("denoise", kind, FILTERS)
         self.kind = kind
         if kind == "softmax":
-            # Not modules, so that a backbone that draws all its convolutions anew leaves them as they are.
+            # Plain parameters: a backbone draws the weights of all its convolution modules again.
             shape = (max(1, channels // 2), channels, 1, 1)
             self.theta, self.phi = (nn.Parameter(EMBEDDING_SPREAD * torch.randn(shape)) for _ in range(2))
         self.conv = nn.Conv2d(channels, channels, 1, bias=False)
@@ -65,14 +66,14 @@ def embedded(x: Tensor, theta: Tensor, phi: Tensor) -> Tensor:
 
 
 def dot(x: Tensor) -> Tensor:
-    """x x^T x / N, in the cheaper order. Divided first, for half precision has no room for the sums."""
+    """x x^T x / N, in the cheaper order. The division comes first: the sums would overflow in half precision."""
     channels, positions = x.shape[1:]
     scaled = x.mT / positions
     return (x @ scaled) @ x if channels < positions else x @ (scaled @ x)
 
 
 def median(x: Tensor) -> Tensor:
-    """The median of each position's 3x3 surroundings. By sorting, which is repeatable on every device."""
+    """The median of the 3x3 positions around each position. It sorts, because that is repeatable on every device."""
     height, width = x.shape[2:]
     wide = edged(x)
     around = [wide[:, :, i : i + height, j : j + width] for i in range(3) for j in range(3)]
@@ -80,13 +81,13 @@ def median(x: Tensor) -> Tensor:
 
 
 def edged(x: Tensor) -> Tensor:
-    """The map with its edge repeated around it. By concatenation, whose gradient is repeatable on every device."""
+    """The map with its edge repeated around it. It concatenates, because that gradient is repeatable everywhere."""
     x = torch.cat([x[:, :, :1], x, x[:, :, -1:]], dim=2)
     return torch.cat([x[..., :1], x, x[..., -1:]], dim=3)
 
 
 def denoised(channels: int, kind: str) -> list[nn.Module]:
-    """What ends a stage of a backbone: one block, or nothing for "none"."""
+    """The modules at the end of a backbone's stage: one block, or none for "none"."""
     if kind == "none":
         return []
     if not isinstance(kind, str) or kind not in FILTERS:

@@ -1,4 +1,4 @@
-"""Reading a model's features: what enters the layer that gives its logits."""
+"""Reading a model's features: the inputs of the layer that gives its logits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from steelman.errors import UserError
 from steelman.heads import Head, head_of, heads_of
 
-# The mean cosine of features from which a head that looks at their directions is warned of.
+# `parallel` warns if the mean cosine between the features of different images is at least this.
 PARALLEL = 0.995
 
 
 def last_layer(model: nn.Module) -> Head | nn.Linear:
-    """What turns a model's features into logits: its steelman head, or else the last linear layer it defines."""
+    """The layer that turns features into logits: the steelman head, or else the last linear layer of the model."""
     head = head_of(model)
     if head is not None:
         return head
@@ -32,7 +32,7 @@ def last_layer(model: nn.Module) -> Head | nn.Linear:
 
 @contextlib.contextmanager
 def features_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, each forward of the model, however it is wrapped, adds the features that entered its last layer.
+    """Inside, each forward of the model adds the features that entered its last layer to the yielded list.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> with features_of(net) as seen:
@@ -49,7 +49,7 @@ def features_of(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def check_features(layer: Head | nn.Linear, seen: list[Tensor], logits: Tensor, forwards: int) -> None:
-    """Raise unless the logits of `forwards` forwards can have come from the layer whose inputs were `seen`."""
+    """Raise unless `layer`, whose inputs were `seen`, ran once in each of `forwards` forwards and gave the logits."""
     if len(seen) != forwards or len(layer.weight) != logits.shape[1]:
         raise UserError(
             f"expected the model's last linear layer to run once in a forward and give its {logits.shape[1]} logits, "
@@ -58,7 +58,7 @@ def check_features(layer: Head | nn.Linear, seen: list[Tensor], logits: Tensor, 
 
 
 def check_readable(model: nn.Module, x: Tensor) -> None:
-    """Raise unless the features of a model, which enters its last layer once a forward, can be read; `x` are images."""
+    """Raise unless the features of a model can be read: its last layer runs once in a forward of the images `x`."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad(), features_of(model) as seen:
@@ -70,10 +70,10 @@ def check_readable(model: nn.Module, x: Tensor) -> None:
 
 
 def parallel(model: nn.Module, x: Tensor) -> str:
-    """What to say when a head looks at the directions of features that all point the same way; else nothing.
+    """A warning if the head normalises features and the features are almost parallel; else an empty text.
 
-    Such a head sees almost the same input for every image, and learns slowly or not at all. Softplus does this: its
-    features are all above zero.
+    Such a head gets almost the same input for every image, so it learns slowly or not at all. Softplus is a usual
+    cause: all its features are above zero.
     """
     head = head_of(model) if len(heads_of(model)) < 2 else None
     if head is None or not head.normalise_features or len(x) < 2:
@@ -91,7 +91,7 @@ def parallel(model: nn.Module, x: Tensor) -> str:
     if cosine < PARALLEL:
         return ""
     return (
-        f"the features of different images are almost parallel (mean cosine {cosine:.4f}), and the head looks at their "
-        "direction alone: expect slow learning, or take another activation than softplus, batch norm before the head, "
-        "or a linear head"
+        f"the features of different images are almost parallel (mean cosine {cosine:.4f}), and the head uses only "
+        "their direction: the model will learn slowly. What helps: another activation than softplus, batch norm before "
+        "the head, or a linear head"
     )

@@ -1,10 +1,10 @@
-"""Runs on the Hugging Face Hub: `push` puts a run's folder there, `pull` fetches one.
+"""Runs on the Hugging Face Hub: `push` uploads a run's folder, `pull` fetches one.
 
-Both move files and nothing else: ``upload_folder`` and ``snapshot_download``. The library's ``PyTorchModelHubMixin``
-does not fit. It wants to be a base class of every model, it keeps weights and a configuration without recipe or
-evidence, and it reads a pickle where it finds no safetensors.
+Both only copy files, by ``upload_folder`` and ``snapshot_download``. The library's ``PyTorchModelHubMixin`` is not
+used: every model would have to inherit from it. It stores no recipe and no evidence. If it finds no safetensors file,
+it reads a pickle.
 
-A pulled file is never imported and never run. Pickles and Python files are not even fetched.
+A pulled file is never imported and never run. Pickles and Python files are not fetched.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from steelman.errors import UserError
 from steelman.files import write_atomic
 
 FILES = ("*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.html", "*.md")
-# What a resume needs, and the notes of an evaluation that is not over: large, and of no use to a reader.
+# The files that only a resume or an unfinished evaluation needs. They are large, and no reader can use them.
 UNWANTED = ("checkpoints/*", "tensorboard/*", "*/work/*", ".*", "*/.*")
 EVIDENCE = ("verdict/*", "attacks/*")
-REASONS = {  # by the name of the library's error, for the library may not be there to import it from
+REASONS = {  # keys are names of the library's errors: the library may not be installed, so they cannot be imported
     "GatedRepoError": "its owner must first give you access",
     "RepositoryNotFoundError": "there is no such repository, or it is private and needs a token",
     "RevisionNotFoundError": "it has no such revision",
@@ -47,16 +47,18 @@ def push(
     token: str | None = None,
     message: str | None = None,
 ) -> str:
-    """Upload a finished run to the repository ``owner/name``, which is made if there is none; its address.
+    """Upload a finished run to the repository ``owner/name``, and return its address.
 
-    The repository gets weights, recipe, verdict with evidence, report and a model card. Evidence of an earlier push is
-    deleted there, for a verdict is refused that lies among files of another.
+    A missing repository is made. The repository gets weights, recipe, verdict with evidence, report and a model card.
+    Evidence of an earlier push is deleted there: evidence mixed with other files would be refused. recipe.yaml is
+    uploaded with the options of the dataset, such as the path of its folder.
 
-    Arguments: `private` makes a new repository private; None takes what the owner's account says; `evidence` False
-    leaves out the verdict's folder and the report, for both hold images of the test set; `revision` is a branch;
-    `token` is an access token, where ``hf auth login`` has kept none; `message` describes the upload.
-
-    Options of the dataset, such as the path of its folder, stand in recipe.yaml and are uploaded with it.
+    Arguments:
+        private: whether a new repository is private; None: the setting of the owner's account.
+        evidence: False leaves out the evidence and the report. Both contain images of the test set.
+        revision: a branch.
+        token: an access token. It is needed unless ``hf auth login`` has stored one.
+        message: describes the upload.
     """
     folder, hub = Path(folder), _library()
     repo_id = _repository(repo_id)
@@ -88,15 +90,17 @@ def push(
 def pull(
     source: Path | str, *, allow: Collection[str] = (), revision: str | None = None, token: str | None = None
 ) -> Path:
-    """The folder of a run: a local one, or else one fetched from the repository ``owner/name``.
+    """The folder of a run: a local folder or, if there is none, the repository ``owner/name``, which is fetched.
 
-    With ``hf:owner/name`` it is always the repository, and a local folder of that name is not looked at.
+    ``hf:owner/name`` always means the repository.
 
-    A run whose model comes from ``package.module:factory`` is refused, for a load would import that code and call it
-    with arguments from the file. `allow` names the factories that you trust.
+    A run whose model comes from ``package.module:factory`` is refused. To load it would import that code, and call it
+    with arguments from the file.
 
-    Arguments: `revision` is a branch, a tag or a commit; a commit always gives the same files. `token` is an access
-    token, for a private repository.
+    Arguments:
+        allow: the factories that you trust.
+        revision: a branch, a tag or a commit. A commit always gives the same files.
+        token: an access token, for a private repository.
     """
     text = str(source)
     if not text.startswith("hf:") and (isinstance(source, Path) or Path(text).is_dir()):
@@ -117,8 +121,8 @@ def pull(
     code = sorted(name for name in named if ":" in name and name not in allow)
     if code:
         raise UserError(
-            f"{text}: its model is made by {code[0]!r}, and a load would import and call that; if you trust this code, "
-            f"pass allow=[{code[0]!r}]"
+            f"{text}: its model is made by {code[0]!r}, and to load it would import and call that code; if you trust "
+            f"this code, pass allow=[{code[0]!r}]"
         )
     return folder
 
@@ -167,8 +171,8 @@ def card(folder: Path, repo_id: str) -> str:
 
 
 def _verdict(folder: Path) -> Iterator[str]:
-    """The verdict's lines of the card. They are taken from evidence that fits its seal and these weights."""
-    from steelman.evaluation.result import interval  # models know nothing of evaluations elsewhere
+    """The card's lines on the verdict. Their evidence must match its seal and the run's weights."""
+    from steelman.evaluation.result import interval  # here, so that to import a model does not import evaluations
     from steelman.evidence.bundle import read_bundle
 
     place = folder / "verdict"
@@ -191,17 +195,17 @@ def _verdict(folder: Path) -> Iterator[str]:
 
 
 def _weights(folder: Path) -> str:
-    """The digest of a run's weights, as its evidence has it."""
+    """The digest of a run's weights, computed as for its evidence."""
     from steelman.evidence.bundle import weights_digest
     from steelman.models.classifier import load_state
 
     state = load_state(folder / "model.safetensors")
-    # A digest reads the state dict alone; a model built from model.json could import a stranger's code.
+    # A digest needs the state dict alone. A model built from model.json could import another person's code.
     return weights_digest(cast(nn.Module, SimpleNamespace(state_dict=lambda: state)))
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """A run's model.json."""
+    """The content of a run's model.json."""
     path = folder / "model.json"
     for needed in (path, folder / "model.safetensors"):
         if not needed.is_file():
@@ -256,7 +260,7 @@ def _library() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a line; the library's own words are paragraphs."""
+    """The reason of an error in one line. The library's own texts have several paragraphs."""
     for kind in type(error).__mro__:
         if kind.__name__ in REASONS:
             return REASONS[kind.__name__]

@@ -12,7 +12,7 @@ STAGES = ((1, 2, 1, 1), (6, 3, 2, 1), (6, 4, 3, 2), (6, 8, 4, 2), (6, 12, 3, 1),
 
 
 class InvertedResidual(nn.Module):
-    """Expand by a 1x1, filter by a depthwise 3x3, project by a 1x1 convolution; add the input unless it strides."""
+    """A 1x1, a depthwise 3x3 and a 1x1 convolution, each with batch norm; plus the input if the stride is 1."""
 
     def __init__(self, inputs: int, outputs: int, *, expansion: int, stride: int, activation: str) -> None:
         super().__init__()
@@ -39,12 +39,13 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(Backbone):
-    """MobileNetV2 for small images: it strides three times where the ImageNet network strides five times.
+    """MobileNetV2 for small images: three layers have stride 2, and five in the network for ImageNet.
 
-    width: 8 is the usual network: 32 channels in the stem, 1280 features.
+    width: 8 is the usual network, with 32 channels in the stem and 1280 features.
 
-    Sandler et al. (2018, arXiv:1801.04381), as commonly adapted to CIFAR and used by RAT (Jin et al., 2023): plain
-    ReLU, and a 1x1 shortcut where an unstrided block changes its channels. PyTorch's default initialisation.
+    Sandler et al. (2018, arXiv:1801.04381), in the usual version for CIFAR, which RAT (Jin et al., 2023) uses. It has
+    plain ReLU. A block of stride 1 that changes the number of channels has a 1x1 convolution as its shortcut.
+    PyTorch's default initialisation.
     """
 
     def __init__(self, *, input_shape: Shape, width: int = 8, activation: str = "relu") -> None:

@@ -14,8 +14,8 @@ from steelman.models.denoise import denoised
 class PreActBlock(nn.Module):
     """out = conv2(act(bn2(conv1(a)))) + shortcut, with a = act(bn1(x)).
 
-    The shortcut is x itself where the shape stays the same. Elsewhere it is a 1x1 convolution of `a`, or of `x`
-    when `projects` says so.
+    The shortcut is x itself if the shape does not change. Else it is a 1x1 convolution of `a`, or of x with `projects`
+    "raw".
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class PreActResNet18(Backbone):
     width: channels of the first stage, 64 in the papers.
     denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
-    `projects` is what a changing shortcut reads. He et al. (2016, arXiv:1603.05027) and the code of AWP and RAT use
-    the activated input; the code of FastAT and FreeAT (Wong et al., 2020) uses the raw one. Initialisation is
-    PyTorch's default, as in both.
+    `projects` is the input of a shortcut that changes the shape. He et al. (2016, arXiv:1603.05027) and the code of AWP
+    and RAT use the activated input. The code of FastAT and FreeAT (Wong et al., 2020) uses the raw input. All use
+    PyTorch's default initialisation.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""State dicts of published models, renamed for a classifier: `mean`, `std`, `backbone` and a linear `head`."""
+"""Converters from the state dicts of published models to that of `Classifier`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRADES_SMALLCNN = {
 def trades_smallcnn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The MNIST model published with TRADES (Zhang et al., 2019), for the backbone ``smallcnn``.
 
-    It reads pixels as they are, so the classifier's normalisation becomes the identity.
+    The published model does not normalise pixels. So the classifier's mean becomes 0, and its std 1.
     """
     names = {f"{old}.{part}": f"{new}.{part}" for old, new in _TRADES_SMALLCNN.items() for part in ("weight", "bias")}
     if wrong := sorted(names.keys() ^ state.keys()):

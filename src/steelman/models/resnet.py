@@ -10,7 +10,7 @@ from steelman.models.denoise import denoised
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The identity where the shape stays the same, else a 1x1 convolution and BN."""
+    """The identity if the shape does not change, else a 1x1 convolution and batch norm."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
@@ -37,7 +37,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """out = act(r(x) + shortcut(x)), with r a 1x1, a 3x3 (which strides) and a 1x1 convolution, each with BN."""
+    """out = act(r(x) + shortcut(x)). r is a 1x1, a 3x3 (with the stride) and a 1x1 convolution, each with BN."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, *, stride: int, activation: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Bottleneck(nn.Module):
 class ResNet18(Backbone):
     """ResNet-18 for small images: a 3x3 stem and stages of 4, 8, 16 and 32 times `width` channels, then the mean.
 
-    width: 16 is the usual network (64 to 512 channels); PAS (Liu et al., 2020) runs 8.
+    width: 16 is the usual network (64 to 512 channels); PAS (Liu et al., 2020) uses 8.
     denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
     He et al. (2016, arXiv:1512.03385). Initialisation is PyTorch's default, as in the code of PAS.
@@ -94,13 +94,14 @@ class ResNet18(Backbone):
 class BottleneckResNet(Backbone):
     """ResNet for ImageNet: a 7x7 stem, a max-pool, four stages of bottlenecks, then the mean.
 
-    blocks: blocks in each of the four stages.
-    widening: how many times wider the inner convolutions are: 1 for ResNet-50, 2 for WRN-50-2.
-    width: channels of the stem, 64 in the papers; the output has 32 times as many.
+    blocks: the number of blocks in each of the four stages.
+    widening: the factor for the width of the inner convolutions: 1 for ResNet-50, 2 for WRN-50-2.
+    width: channels of the stem, 64 in the papers. The output has 32 times as many.
     denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
-    He et al. (2016, arXiv:1512.03385), with the stride on the 3x3 convolution as is now usual; Zagoruyko and
-    Komodakis (2016, arXiv:1605.07146) for the wide ones. Convolutions are drawn from N(0, 2 / fan_out).
+    He et al. (2016, arXiv:1512.03385), and Zagoruyko and Komodakis (2016, arXiv:1605.07146) for the wide ones. The 3x3
+    convolution has the stride, as is usual; in the paper the first 1x1 convolution has it. Convolutions are drawn from
+    N(0, 2 / fan_out).
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class LeNet(Backbone):
 
     width: w; 16 gives the 32, 64 and 1024 of Madry et al. (2018, arXiv:1706.06083).
 
-    Wired as there and in PAS (Liu et al., 2020): convolutions keep the size. PyTorch's default initialisation, as
-    in the code of PAS.
+    Convolutions keep the size of the map, as in that paper and in PAS (Liu et al., 2020). PyTorch's default
+    initialisation, as in the code of PAS.
     """
 
     def __init__(self, *, input_shape: Shape, width: int = 16, activation: str = "relu") -> None:
@@ -46,8 +46,8 @@ class SmallCNN(Backbone):
 
     width: w; 32 gives the 32, 64 and 200 of TRADES (Zhang et al., 2019, arXiv:1901.08573).
 
-    Convolutions are drawn from N(0, 2 / fan_in) with zero biases, as in its code, which also starts the final
-    layer at zero; that layer is the head's.
+    Convolutions are drawn from N(0, 2 / fan_in) with zero biases, as in the code of TRADES. That code also starts the
+    last layer at zero. Here the last layer is the head, which has the option `zero_init`.
     """
 
     def __init__(self, *, input_shape: Shape, width: int = 32, activation: str = "relu") -> None:
@@ -78,7 +78,7 @@ class FastMNIST(Backbone):
 
     width: w; 16 gives the 16, 32 and 100 of the MNIST network of FastAT (Wong et al., 2020, arXiv:2001.03994).
 
-    PyTorch's default initialisation, as in its code.
+    PyTorch's default initialisation, as in the code of FastAT.
     """
 
     def __init__(self, *, input_shape: Shape, width: int = 16, activation: str = "relu") -> None:
@@ -145,7 +145,7 @@ class MLP(Backbone):
 
 
 class Linear(Backbone):
-    """The pixels themselves: with a linear head, a linear model. It has no width and no activation to choose."""
+    """The pixels themselves. With a linear head it is a linear model, without options for width and activation."""
 
     def __init__(self, *, input_shape: Shape, width: int = 1, activation: str = "relu") -> None:
         super().__init__(input_shape=input_shape, width=width)

@@ -11,10 +11,10 @@ STAGES = ((4, 4), (8, 8), (16, 16, 16), (32, 32, 32), (32, 32, 32))
 
 
 class VGG16(Backbone):
-    """VGG-16-BN: 3x3 convolutions in five stages, each ended by a 2x2 max-pool, then the mean; one linear head.
+    """VGG-16-BN: 3x3 convolutions in five stages, a 2x2 max-pool at the end of each stage, then the mean.
 
-    width: multiplies (4, 8, 16, 32, 32). 16 is the usual network (64 to 512 channels); 8 is ours for PAS, whose
-    width is not published.
+    width: multiplies (4, 8, 16, 32, 32). 16 is the usual network (64 to 512 channels). 8 is our choice for PAS, which
+    does not publish its width. The three linear layers of the original become one: the head.
 
     Simonyan and Zisserman (2015, arXiv:1409.1556). Convolutions have biases and PyTorch's default initialisation,
     as in the code of PAS (Liu et al., 2020).

@@ -14,13 +14,13 @@ from steelman.models.preact_resnet import PreActBlock
 class WideResNet(Backbone):
     """Wide ResNet: a 3x3 stem of 16 channels, three stages of 16, 32 and 64 times `width`, BN, activation, mean.
 
-    depth: 6n + 4, for n blocks a stage.
+    depth: 6n + 4, for n blocks in a stage.
     width: the widening factor.
     denoise: "softmax", "dot", "mean" or "median" ends each stage with that feature denoising block.
 
-    Zagoruyko and Komodakis (2016, arXiv:1605.07146), wired and initialised as in the code of TRADES (Zhang et al.,
-    2019): a shortcut that changes shape reads act(bn(x)), and convolutions are drawn from N(0, 2 / fan_out).
-    That code also carries a copy of the first stage that it never runs; there is none here.
+    Zagoruyko and Komodakis (2016, arXiv:1605.07146), in the version of the code of TRADES (Zhang et al., 2019). A
+    shortcut that changes the shape reads act(bn(x)). Convolutions are drawn from N(0, 2 / fan_out). That code also has
+    a copy of the first stage that it never runs; it is left out here.
     """
 
     def __init__(

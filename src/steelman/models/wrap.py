@@ -1,4 +1,4 @@
-"""Models from elsewhere: answers that are objects, dicts or tuples; own normalisation; a required image size."""
+"""Models with another interface: other answers than a tensor, normalised images, or images of one size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Wrapped(nn.Module):
         self.model = model
         self.size = _pair(size)
         self.logits = logits
-        # Only an answer of these types is read: a model that changes its kind of answer may change its place too.
+        # Only answers of these types are read. In another type, the logits could be at another place.
         self.answers = answers
         centre = _values("mean", 0.0 if mean is None else mean)
         scale = _values("std", 1.0 if std is None else std)
@@ -70,7 +70,7 @@ class Wrapped(nn.Module):
         return _read(answer, self.logits)
 
     def prepared(self, x: Tensor) -> Tensor:
-        """The images as the inner model takes them."""
+        """The images for the inner model: resized and normalised."""
         if (self.size is not None or self.mean is not None) and x.ndim != 4:
             raise UserError(f"expected images of shape (N, C, H, W), got {tuple(x.shape)}")
         if self.size is not None and tuple(x.shape[-2:]) != self.size:
@@ -106,17 +106,20 @@ def wrap(
     size: Size | None = None,
     logits: Place | None = None,
 ) -> Wrapped:
-    """A model that takes images in [0, 1] and gives logits, made of one that wants or gives something else.
+    """Turn any model into one that takes images in [0, 1] and gives logits.
 
     logits = place(model((resize(x) - mean) / std))
 
-    Arguments: `mean` and `std` are one number, or one per channel; `size` is the height and width that the model needs:
-    other images are resized, bilinear with antialias, and gradients pass through; `logits` says where the logits are in
-    the model's answer: a key, an index, an attribute's name, or a function of the answer. Without it they are the
-    answer itself, its ``.logits``, its key "logits", or the first 2-D tensor of a tuple or list.
+    Arguments:
+        model: the model to wrap. It stays inside as ``.model``, with its own weights.
+        mean, std: one number, or one for each channel.
+        size: the height and width that the model needs. Other images are resized, bilinear with antialias, and
+            gradients pass through.
+        logits: where the logits are in the model's answer: a key, an index, an attribute's name, or a function of the
+            answer. By default they are the answer itself, its ``.logits``, its key "logits", or the first 2-D tensor of
+            a tuple or list.
 
-    The model stays inside as ``.model``, with its own weights. With a function as `logits`, an attack on a CPU uses one
-    thread, for a copy of the model could not have a copy of the function.
+    With a function as `logits`, an attack on a CPU uses one thread. More threads would need copies of the function.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -131,18 +134,18 @@ def wrap(
 
 
 class Detected(NamedTuple):
-    """A model that gives logits, and one sentence that says what was done for it: "" where nothing was."""
+    """A model that gives logits, and a sentence on what was changed: "" if nothing was."""
 
     model: nn.Module
     sentence: str
 
 
 def detected(model: nn.Module, x: Tensor) -> Detected:
-    """The model, wrapped if its answer to images like `x` is no tensor, or if it needs images of another size.
+    """The model, wrapped if its answer to images such as `x` is no tensor, or if it needs images of another size.
 
-    The first two images are put to it in eval mode and in train mode, and it is left as it was. A model that gives a
-    tensor in both comes back as it is. So does a model that takes no such images: the checks of an evaluation have the
-    better sentence for it. A required size is read from ``config.image_size``, which Hugging Face's models have.
+    The model gets the first two images in eval mode and in train mode. It is not changed. A model that gives a tensor
+    in both modes is returned unwrapped. So is a model that cannot take such images: the checks of an evaluation explain
+    that error better. The required size is that of ``config.image_size``, which Hugging Face's models have.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> detected(net, torch.rand(2, 1, 2, 2)).model is net
@@ -150,7 +153,7 @@ def detected(model: nn.Module, x: Tensor) -> Detected:
     """
     if not isinstance(model, nn.Module) or not isinstance(x, Tensor) or x.ndim != 4 or len(x) == 0:
         return Detected(model, "")
-    inner = getattr(model, "_orig_mod", model)  # a compiled model would be compiled again, for two images
+    inner = getattr(model, "_orig_mod", model)  # a compiled model would be compiled again for a batch of two images
     place, size = _like(inner), None
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(place.device.type, enabled=False):
         images = x[:2].clone().to(place.device, place.dtype)
@@ -173,18 +176,18 @@ def detected(model: nn.Module, x: Tensor) -> Detected:
         said.append(f"it needs images of {size[0]}x{size[1]}: those of {x.shape[-2]}x{x.shape[-1]} are resized")
     if not said:
         return Detected(model, "")
-    if hasattr(inner, "config"):  # a Hugging Face model, whose normalisation is in its processor, not in the model
+    if hasattr(inner, "config"):  # a Hugging Face model: its processor normalises images, the model itself does not
         said.append("pixels reach it as they are: steelman.wrap takes mean and std")
     kinds = tuple(dict.fromkeys(type(one) for one in (answer, trained) if one is not None))
     return Detected(Wrapped(model, size=size, answers=kinds), "; ".join(said))
 
 
 def _asked(model: nn.Module, images: Tensor, mode: Mode) -> object | None:
-    """The model's answer; None if it takes no such images."""
+    """The model's answer, or None if the model raises an error."""
     try:
         with untouched(model, mode):
             answer: object = model(images.clone())
-    except Exception:  # a stranger's model may raise anything, and is asked again where that is told
+    except Exception:  # a user's model may raise any error; the checks of an evaluation show it
         return None
     return answer
 
@@ -203,7 +206,7 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
 
 
 def _found(answer: object) -> tuple[str, Tensor]:
-    """Where an answer's logits are, in words with their verb; and the logits."""
+    """The place of the logits in an answer, in words that end with "are" or "is", and the logits."""
     if isinstance(answer, Tensor):
         return "values are", _logits(answer, "the model's answer")
     if isinstance(getattr(answer, "logits", None), Tensor):
@@ -215,13 +218,13 @@ def _found(answer: object) -> tuple[str, Tensor]:
             if isinstance(part, Tensor) and part.ndim == 2:
                 return f"[{index}], of {part.shape[1]} classes, is", part
     raise UserError(
-        f"the model answers with {type(answer).__name__}, and no logits are found in it; say where they are with "
+        f"the model answers with {type(answer).__name__}, and no logits are found in it; name their place with "
         f"wrap(model, logits=...); {_choices(answer)}"
     )
 
 
 def _read(answer: object, place: Place | None) -> Tensor:
-    """The logits at a place of the model's answer."""
+    """The logits at `place` in the model's answer."""
     if place is None:
         return _found(answer)[1]
     if not isinstance(place, str | int):
@@ -248,7 +251,7 @@ def _logits(value: object, where: str) -> Tensor:
 
 
 def _choices(answer: object) -> str:
-    """The places in an answer that hold a tensor of two dimensions."""
+    """The places in an answer that hold a tensor of two dimensions, as text for an error."""
     parts: Iterable[tuple[object, object]] = ()
     if isinstance(answer, Mapping):
         parts = answer.items()
@@ -257,11 +260,11 @@ def _choices(answer: object) -> str:
     elif not isinstance(answer, Tensor):
         parts = getattr(answer, "__dict__", {}).items()
     found = [repr(name) for name, part in parts if isinstance(part, Tensor) and part.ndim == 2]
-    return f"choices: {', '.join(found) or 'none, for it holds no tensor of shape (N, classes)'}"
+    return f"choices: {', '.join(found) or 'none, because it holds no tensor of shape (N, classes)'}"
 
 
 def _like(model: nn.Module) -> Tensor:
-    """A tensor of the device and the type that the model's images should have."""
+    """A tensor with the device and the type that the model's images need."""
     return next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
 
 

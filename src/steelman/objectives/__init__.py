@@ -1,4 +1,4 @@
-"""Objectives by name. To add one: a file here, a line in OBJECTIVES, a test of its formula in tests/test_methods.py."""
+"""Objectives by name. A new one needs a file here, a line in OBJECTIVES, and a test in tests/test_methods.py."""
 
 from __future__ import annotations
 

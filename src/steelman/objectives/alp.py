@@ -19,9 +19,10 @@ from steelman.settings import Number, settings
 class ALP(Objective):
     """mean [ CE(f(x), y) / 2 + CE(f(x*), y) / 2 + weight * d(z(x), z(x*)) ], with x* climbing CE(f(x'), y).
 
-    The pair term d compares logits before the head's scale, so that it means the same for every head; "mse" is the mean
-    squared difference over classes (the released code of Pang et al., 2020), "norm" the l2 norm of the difference (the
-    papers' notation). Gradients flow into both sides. Two forwards in train mode, x and then x*, move batch norm.
+    The pair term d compares logits divided by the head's scale. So `weight` means the same for every head. With `pair`
+    "mse", d is the mean over classes of the squared difference, as in the released code of Pang et al. (2020). With
+    "norm", d is the l2 norm of the difference, as in the papers. Gradients flow through both logits. Two forwards in
+    train mode, x and then x*, move batch norm.
 
     Kannan et al. (2018), "Adversarial Logit Pairing", section 4; Pang et al. (2020), Table 1.
     """

@@ -19,11 +19,11 @@ Shifted = tuple[Batch, dict[str, Tensor]]
 
 @settings
 class AWP:
-    """Descend the loss at w + gamma v instead of at w, where v is the weights' own worst direction.
+    """Descend the loss at w + gamma v instead of at w, where v is the direction in which the loss grows fastest.
 
-    v = grad L(w), rescaled for each weight of two or more dimensions to the length of that weight; vectors (biases,
-    batch norm) are left alone. Both losses are on the same adversarial images. Batch-norm statistics move in the second
-    pass only. `start` is the share of the run after which it begins.
+    v = grad L(w), scaled for each weight to the length of that weight. Weights with one dimension (biases, batch norm)
+    do not move. Both losses are on the same adversarial images. Batch-norm statistics move in the second pass only.
+    `start` is the share of the run after which the perturbation begins.
 
     Wu et al. (2020), "Adversarial Weight Perturbation Helps Robust Generalization", Eq. (10).
     """
@@ -32,15 +32,15 @@ class AWP:
     start: Annotated[Number, Field(ge=0, le=1)] = 0.0
 
     def shifted(self, objective: Objective, batch: Batch) -> Shifted | None:
-        """Move the weights to where the loss is to be taken; the batch to take it on, and the move.
+        """Move the weights to w + gamma v. Return the batch for the second loss, and the move.
 
-        The first loss is taken on the bare module: its gradients are averaged over the processes here. Where it is not
-        finite nothing is moved.
+        The first loss runs on the module inside all wrappers, so this method averages its gradients over the processes.
+        If that loss is not finite, nothing moves, and None is returned.
         """
         net = batch.net
         buffers = [buffer.clone() for buffer in net.buffers()]
         devices = [batch.x.device] if batch.x.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # both passes drop the same units
+        with torch.random.fork_rng(devices=devices):  # or else dropout would drop other units in the second pass
             outcome = objective(dataclasses.replace(batch, model=net))
         finite = bool(torch.isfinite(averaged(outcome.loss.detach())))
         step = self.direction(net, outcome.loss)
@@ -49,11 +49,11 @@ class AWP:
         if not finite:
             return None
         shift(net, step, 1)
-        torch.clear_autocast_cache()  # it holds the weights as they were
+        torch.clear_autocast_cache()  # it holds copies of the weights from before the move
         return dataclasses.replace(batch, x_adv=batch.x if outcome.x_adv is None else outcome.x_adv), step
 
     def direction(self, net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-        """gamma v for each weight that takes part; every process climbs the loss of all."""
+        """gamma v for each weight that moves. The gradient is that of the mean loss of all processes."""
         weights = {name: weight for name, weight in net.named_parameters() if weight.requires_grad and weight.dim() > 1}
         gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         step = {}
@@ -63,7 +63,7 @@ class AWP:
 
 
 def averaged(value: Tensor) -> Tensor:
-    """The mean over the processes that train together; the value itself where there is one."""
+    """The mean of a value over all processes of the training."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
     total = value.clone()

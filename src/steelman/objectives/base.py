@@ -1,4 +1,4 @@
-"""What an objective is: it turns a batch into a training loss, and owns the attack inside."""
+"""What an objective is: settings that turn a batch into a training loss, with an attack inside."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from steelman.threat import ThreatModel
 
 
 def inner(**defaults: Any) -> BeforeValidator:
-    """The validator of an objective's attack: attacks by name, with the defaults that the method gives them.
+    """The validator of an objective's attack: attacks by name, with the defaults of the method.
 
-    Inside an objective an attack returns its last point, unless the recipe says otherwise: a search that stops at its
-    first success would train on the weakest adversary that works. So the choices are those that can.
+    An objective trains on an attack's last point, unless the recipe says otherwise. A search that stops at its first
+    success would give the weakest images that break the model. So the choices are the attacks with the option `keep`.
     """
     given = {"keep": "last", **defaults}
     able = {name: partial(entry, **given) for name, entry in ATTACKS.items() if "keep" in options_of(entry)}
@@ -36,15 +36,17 @@ def inner(**defaults: Any) -> BeforeValidator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One batch as an objective sees it. `Criterion` makes it, and nobody else has to.
+    """One batch for an objective. `Criterion` makes it.
 
-    `model` is the model that is trained, in whatever it is wrapped for several processes. `net` is the bare module
-    inside: an attack works on it, for an attack needs no exchange of gradients. `threat` has the radius of this step,
-    and `ratio` is that radius over the target one: step sizes follow it. `carry` is what an objective keeps from batch
-    to batch. It is saved in checkpoints, and changes in ``Outcome.after`` alone, for weight perturbation takes the loss
-    twice a step. `smoothing` is the label smoothing, `progress` the share of the training that is done, `helper` the
-    other model that some objectives learn from. `x_adv`, when given, are the adversarial images to use: weight
-    perturbation trains a second time on the same ones.
+    `index` is each sample's place in the data, and decides its noise together with `key`. `model` is the model in
+    training, with its wrappers for several processes. `net` is the module inside the wrappers. An attack works on
+    `net`, because its gradients need no exchange between processes. `threat` has the radius of this step. `ratio` is
+    that radius divided by the target radius; step sizes are multiplied by it.
+
+    `carry` holds what an objective keeps from batch to batch. Checkpoints save it. Only ``Outcome.after`` may change
+    it, because weight perturbation calls the objective twice in a step. `smoothing` is the label smoothing. `progress`
+    is the share of the training that is done. `helper` is the other model that some objectives learn from. `x_adv` are
+    adversarial images to use instead of an attack: weight perturbation trains twice on the same images.
     """
 
     x: Tensor
@@ -62,21 +64,25 @@ class Batch:
     x_adv: Tensor | None = None
 
     def known(self) -> Tensor | None:
-        """The adversarial images that need no attack: those given, or the clean ones at a radius of zero, where a
-        schedule may start."""
+        """Adversarial images that need no attack, or None.
+
+        They are the given `x_adv` or, at a radius of zero, the clean images. A schedule may start at zero.
+        """
         return self.x if self.x_adv is None and self.threat.eps == 0 else self.x_adv
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Tensor]:
-        """Inside, an objective's own attack may work on `net`, which shows its adversarial side in eval mode and is as
-        before afterwards; yields the clean logits, as constants."""
+        """Inside, an objective's own attack may call `net`; yields the clean logits, as constants.
+
+        `net` is in eval mode and uses its adversarial batch norms, if it has any. Afterwards it is as before.
+        """
         with routed(self.net, "adversarial"), untouched(self.net), torch.enable_grad():
             with torch.no_grad():
                 clean = logits_of(self.net, self.x)
             yield clean
 
     def attacked(self, attack: Attack) -> Tensor:
-        """The images `attack` makes of this batch, with its step size following the scheduled radius."""
+        """The adversarial images of `attack` for this batch. The step size follows the scheduled radius."""
         if (known := self.known()) is not None:
             return known
         scaled = attack.at(self.ratio) if isinstance(attack, PGD) else attack
@@ -89,22 +95,26 @@ class Batch:
         return logits
 
     def adversarial(self, x_adv: Tensor) -> Tensor:
-        """The logits of adversarial images, with gradients for the weights; through the auxiliary batch norms, if the
-        model has them."""
+        """The logits of adversarial images, with gradients for the weights.
+
+        They go through the adversarial batch norms, if the model has any.
+        """
         with routed(self.net, "adversarial"):
             logits: Tensor = self.model(x_adv)
         return logits
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
-        """The training cross-entropy of each sample: with the head's margin and the label smoothing."""
+        """The training cross-entropy of each sample, with the head's margin and the label smoothing."""
         lowered = with_margin(self.net, logits, self.y)
         return F.cross_entropy(lowered, self.y, reduction="none", label_smoothing=self.smoothing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The loss to descend, the logits of the samples it was trained on (for the training accuracy), and the adversarial
-    images, if any. `after` is called once the gradients are there."""
+    """The result of an objective: the loss, the logits of the training images, and the adversarial images, if any.
+
+    The training accuracy is computed from the logits. `after` is called when the gradients are known.
+    """
 
     loss: Tensor
     logits: Tensor
@@ -113,14 +123,14 @@ class Outcome:
 
 
 class Objective:
-    """Settings that turn a batch into a loss. `Criterion` calls it; each subclass is one method.
+    """Settings that turn a batch into a loss. Each subclass is one method, and `Criterion` calls it.
 
-    Class attributes say what the rest must know of it:
-    `forwards`: the forwards in train mode, in order; these, and nothing else, move batch-norm statistics.
-    `adversarial`: False for one that has no training attack, and so none to overfit to.
-    `helped`: True for one that learns from another model beside the labels.
-    `eager`: why it cannot run compiled. `single_pass`: why its loss cannot be taken twice on the same images, as
-    weight perturbation does.
+    Class attributes tell the trainer about the method:
+    `forwards`: the forwards in train mode, in their order. Nothing else may move batch-norm statistics.
+    `adversarial`: False without a training attack. The model then cannot overfit to one.
+    `helped`: True if it learns from another model besides the labels.
+    `eager`: why it cannot run on a compiled model; empty if it can.
+    `single_pass`: why its loss cannot be taken twice on the same images; empty if it can. Weight perturbation does so.
     """
 
     forwards: ClassVar[tuple[Branch, ...]] = ("adversarial",)
@@ -134,23 +144,23 @@ class Objective:
 
     @property
     def repeats(self) -> int:
-        """How often in a row it sees each batch."""
+        """How many times in a row it trains on each batch."""
         return 1
 
     def scheduled(self) -> str:
-        """The setting that changes with the progress of the training; nothing if none does."""
+        """The name of the setting that changes with the progress of the training, or an empty text."""
         return ""
 
     def check(self, net: nn.Module, x: Tensor) -> None:
-        """Raise for a model that it cannot train; `x` are a few images."""
+        """Raise `UserError` for a model that this objective cannot train; `x` are a few images."""
 
     def setting(self, name: str) -> Any:
-        """A setting that not every objective has, such as `attack` or `helper`; None in those without it."""
+        """A setting that not every objective has, such as `attack` or `helper`, or None."""
         return getattr(self, name, None)
 
 
 def check_model(objective: Objective, net: nn.Module, x: Tensor) -> None:
-    """Refuse a model that an objective cannot train, in the objective's own words; `x` are a few images."""
+    """Refuse a model that an objective cannot train; `x` are a few images. The error names the objective."""
     try:
         objective.check(net, x)
     except UserError as error:
@@ -158,7 +168,7 @@ def check_model(objective: Objective, net: nn.Module, x: Tensor) -> None:
 
 
 def objections(objective: Objective, *, compiled: bool, awp: bool, auxiliary_norm: bool) -> list[tuple[str, str]]:
-    """What an objective cannot be combined with, as (key of the recipe, reason)."""
+    """What an objective cannot be combined with: pairs (key of the recipe, reason)."""
     name, found = type(objective).__name__, []
     if compiled and objective.eager:
         found.append(("compute.compile", f"{name} {objective.eager}"))
@@ -168,8 +178,8 @@ def objections(objective: Objective, *, compiled: bool, awp: bool, auxiliary_nor
         found.append(
             (
                 "around.auxiliary_norm",
-                f"{name} trains on {objective.forwards[0]} batches alone, so there are no two kinds to normalise "
-                "apart; expected an objective with a clean and an adversarial forward, such as trades",
+                f"{name} trains on {objective.forwards[0]} images alone, so a second set of batch norms has no use; "
+                "expected an objective with a clean and an adversarial forward, such as trades",
             )
         )
     return found

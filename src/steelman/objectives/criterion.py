@@ -32,26 +32,26 @@ class Criterion:
             loss.backward()
             optimizer.step()
 
-    The loss has the margin of the model's head and the label smoothing, and each step draws its own noise. What an
-    objective does once gradients are there (FreeAT moves its perturbation, TLA fills its pool) happens at the next
-    call; so does what follows a step of the optimiser. `outcome` holds the last loss, logits and adversarial images.
+    The loss includes the margin of the model's head and the label smoothing. Each step draws its own noise. `outcome`
+    holds the last loss, logits and adversarial images. Some work must wait for the gradients, or for the step of the
+    optimiser: FreeAT moves its perturbation, TLA fills its pool. This work happens at the next call, or in ``finish``.
 
     Arguments:
-        objective: such as ``steelman.PGDAT()``.
-        model: gives logits for images in the threat's range. It may be wrapped by DistributedDataParallel, Lightning
-            Fabric or torch.compile; attacks then work on the module inside.
+        objective: the method, such as ``steelman.PGDAT()``.
+        model: gives logits for images in the threat's range. DistributedDataParallel, Lightning Fabric or torch.compile
+            may wrap it. Attacks then work on the module inside.
         threat: the norm, the radius and the range of the pixels.
-        seed: decides all noise, together with the step and the place of each sample.
+        seed: decides all noise, together with the step and the index of each sample.
         label_smoothing: this share of the label is spread over all classes.
         eps: a schedule of the radius, such as ``SCHEDULES["linear"](start=0, end=8 / 255)``.
-        steps: how many calls the whole training makes; a schedule needs it, or `progress` in each call.
-        awp: adversarial weight perturbation. It moves the weights before the loss and takes the move back after the
-            step, and so needs the optimizer.
-        optimizer: the one that steps the model; for `awp` alone.
+        steps: the number of calls in the whole training. A schedule needs it, or else `progress` in each call.
+        awp: adversarial weight perturbation. It moves the weights before the loss, and moves them back after the step
+            of the optimiser. So it needs `optimizer`.
+        optimizer: the optimiser of the model; only `awp` needs it.
         helper: the other model that HAT learns from.
-        net: the module that attacks work on, where it is not the one inside `model`.
+        net: the module that attacks work on. By default it is the one inside `model`.
 
-    With several processes each calls its own criterion on its own share of the batch.
+    With several processes, each process calls its own criterion on its own share of the batch.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> from steelman.objectives import PGDAT
@@ -89,7 +89,7 @@ class Criterion:
         self._last: tuple[Tensor, Tensor] | None = None
         self._differentiated = False
         self._finished = True
-        self.advise = True  # whether to warn of what will make training slow
+        self.advise = True  # whether to warn if training will be slow
         self._check_parts(optimizer)
 
     def __call__(
@@ -101,11 +101,13 @@ class Criterion:
         progress: float | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        """The mean loss of a batch; call ``backward`` on it.
+        """The mean loss of a batch. Call ``backward`` on it.
 
-        Arguments: `index` is the place of each sample in the data, which decides its noise; without it samples are
-        counted as they come. `progress` is the share of the training that is done, 0 .. 1, in place of the count of
-        `steps`; `eps` is the radius of this step, in place of the schedule.
+        Arguments:
+            x, y: images and labels.
+            index: the place of each sample in the data. It decides the sample's noise. By default samples are counted.
+            progress: the share of the training that is done, 0 .. 1. By default it is (calls done) / `steps`.
+            eps: the radius of this step. By default it is that of the schedule.
         """
         self.finish()
         self._check_batch(x, y)
@@ -139,15 +141,15 @@ class Criterion:
                 criterion._differentiated = True
 
         if not self.outcome.loss.requires_grad:
-            raise UserError("the loss does not depend on any weight that requires a gradient: nothing would be trained")
+            raise UserError("the loss depends on no weight that requires a gradient: nothing would be trained")
         self.outcome.loss.register_hook(seen)  # type: ignore[no-untyped-call]
         return self.outcome.loss
 
     def finish(self) -> None:
-        """Do what follows a step of the optimiser: it happens at the next call, or here for who cannot wait.
+        """Do the work that follows a step of the optimiser. The next call does it too.
 
-        An objective takes up what the gradients told it, if there was a backward pass; a weight perturbation that no
-        step has taken back is taken back; heads with ``wn_mode="project"`` put their weights back on the sphere.
+        After a backward pass, the objective uses the gradients: FreeAT, for example, moves its perturbation. Weights
+        that are still perturbed move back. Heads with ``wn_mode="project"`` put their weights back on the sphere.
         """
         if self._finished:
             return
@@ -164,18 +166,18 @@ class Criterion:
                 module.project()
 
     def batches(self, loader: Any) -> Any:
-        """The batches of a loader, each as often in a row as the objective wants to see it (FreeAT: `replays`)."""
+        """The batches of a loader, each as many times in a row as the objective trains on it (FreeAT: `replays`)."""
         for batch in loader:
             for _ in range(self.objective.repeats):
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the training to go on as if it had not stopped."""
+        """The state that a checkpoint needs, so that a resumed training ends with the same weights."""
         self.finish()
         return {"step": self.step, "seen": self.seen, "carry": dict(self.carry)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Continue from a state that ``state_dict`` gave."""
         if not isinstance(state, dict) or state.keys() != {"step", "seen", "carry"}:
             got = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
             raise UserError(f"expected the state of a criterion (step, seen, carry), got {got}")
@@ -185,7 +187,7 @@ class Criterion:
         self._last, self._shift, self._finished = None, None, True
 
     def _unshift(self, *_: object) -> None:
-        """Take a weight perturbation back."""
+        """Move perturbed weights back."""
         if self._shift is not None:
             shift(self.net, self._shift, -1)
             self._shift = None
@@ -205,13 +207,13 @@ class Criterion:
             return 0.0
         if self.step == self.steps:
             warnings.warn(
-                f"the criterion was made for {self.steps} steps, and this is one more: schedules stay at their end",
+                f"the criterion was made for {self.steps} steps, and this is one more: schedules keep their last value",
                 stacklevel=3,
             )
         return min(self.step / self.steps, 1.0)
 
     def _scheduled(self) -> str:
-        """What needs to know the progress; nothing if nothing does."""
+        """The name of a setting that changes with the progress of the training, or an empty text."""
         if callable(self.eps):
             return "eps"
         if self.awp is not None and self.awp.start > 0:
@@ -226,7 +228,7 @@ class Criterion:
         return float(radius)
 
     def _count(self, x: Tensor) -> Tensor:
-        """Numbers for samples that have none: no two samples of the training share one."""
+        """Indices for samples without one: each sample of the training gets another index."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
         if self.step % self.objective.repeats == 0:
@@ -234,7 +236,7 @@ class Criterion:
         return self.seen - len(x) * world + rank + world * torch.arange(len(x), device=x.device)
 
     def _check_parts(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Refuse what does not go together, before a batch is seen."""
+        """Refuse parts that cannot be combined, before the first batch."""
         modules = list(self.model.modules())
         clashes = objections(
             self.objective,
@@ -249,19 +251,20 @@ class Criterion:
                 f"{type(self.objective).__name__} learns from another model: expected it as `helper`, got none"
             )
         if self.helper is not None and bare(self.helper) is self.net:
-            raise UserError("helper: expected another model than the one that is trained, got the same")
+            raise UserError("helper: expected another model than the model in training, got the same")
         if self.awp is not None:
             if optimizer is None:
                 raise UserError(
-                    "weight perturbation is taken back after the optimiser's step: expected `optimizer` with `awp`"
+                    "weight perturbation moves the weights back after the optimiser's step: expected `optimizer` with "
+                    "`awp`"
                 )
-            # Without this hook the weights would stay perturbed until the next call: who saves or measures them in
-            # between would have others than those that were trained.
+            # Without this hook the weights would stay perturbed until the next call. A checkpoint or an evaluation in
+            # between would use the perturbed weights.
             this = weakref.WeakMethod(self._unshift)
             optimizer.register_step_post_hook(lambda *_: undo() if (undo := this()) is not None else None)
 
     def _check_batch(self, x: Tensor, y: Tensor) -> None:
-        """Refuse what cannot be trained on; the costly looks are at the first batch alone."""
+        """Refuse a batch that cannot be trained on. The slow checks look at the first batch alone."""
         name = type(self.objective).__name__
         for what, value in (("images", x), ("labels", y)):
             if not isinstance(value, Tensor):
@@ -273,12 +276,12 @@ class Criterion:
         if not self.net.training:
             raise UserError("the model is in eval mode, and batch norm and dropout would not train: call model.train()")
         if not torch.is_grad_enabled():
-            raise UserError("gradients are off: a training loss needs them; leave torch.no_grad()")
+            raise UserError("gradients are off, and a training loss needs them: call the criterion outside no_grad()")
         turn = self.step % self.objective.repeats
         if turn and self._last is not None and not (torch.equal(self._last[1], y) and torch.equal(self._last[0], x)):
             raise UserError(
-                f"{name} trains {self.objective.repeats} times in a row on each batch, and this is another one after "
-                f"{turn}: loop over criterion.batches(loader)"
+                f"{name} trains {self.objective.repeats} times in a row on each batch, and this is another batch after "
+                f"{turn} times: loop over criterion.batches(loader)"
             )
         if self.objective.repeats > 1:
             self._last = (x, y)
@@ -287,7 +290,7 @@ class Criterion:
                 check_range(x, self.threat)
             except UserError as error:
                 raise UserError(
-                    f"{error}. Normalisation belongs into the model: steelman.wrap(model, mean=..., std=...)"
+                    f"{error}. The model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
                 ) from None
             check_model(self.objective, self.net, x[:2])
             if self.advise and (said := parallel(self.net, x[:32])):
@@ -295,14 +298,14 @@ class Criterion:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers that exchange gradients or convert precision; a compiled one stays compiled."""
+    """The module inside the wrappers that exchange gradients or convert precision. A compiled model stays compiled."""
     while isinstance(model, (_FabricModule, DistributedDataParallel, DataParallel)):
         model = model.module
     return model
 
 
 def _check(objective: object, model: object, threat: object, label_smoothing: object, steps: object) -> None:
-    """Refuse arguments of another kind."""
+    """Refuse arguments of wrong types."""
     if not isinstance(objective, Objective):
         hint = "; call it first" if isinstance(objective, type) and issubclass(objective, Objective) else ""
         got = objective.__name__ if isinstance(objective, type) else type(objective).__name__

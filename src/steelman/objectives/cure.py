@@ -19,17 +19,19 @@ from steelman.threat import steepest
 class CURE(Objective):
     """mean [ l(x) + weight * ||grad l(x + h z) - grad l(x)||^2 ], with z = sign(grad l(x)) / ||sign(grad l(x))||_2.
 
-    l is the training cross-entropy, with the head's margin and the label smoothing; z is a constant, and x + h z may
-    leave the valid range. The threat's radius plays no part: in its place is `h`, an l2 length in units of the image,
-    which may be a schedule. The released code raises it over the first epochs, measures it on normalised images (where
-    1 is their std in units of the image), fine-tunes a trained model, and does not square the norm: `squared` False.
+    l is the training cross-entropy, with the head's margin and the label smoothing. z is a constant. x + h z may leave
+    the valid range. The threat's radius has no effect: `h` takes its place. It is an l2 length in pixel values, and may
+    be a schedule.
 
-    The loss differentiates grad l once more, so a smooth activation, such as softplus or silu, is meant: the second
-    derivative of ReLU is zero, and what remains is the softmax's own. Cross-entropy attacks flatter these models; judge
-    them by the margin attack.
+    The released code differs. It raises h over the first epochs, and measures it on normalised images. It fine-tunes a
+    trained model. It does not square the norm: `squared` False.
 
-    One forward in train mode, of x, moves batch norm. The gradients are then taken in eval mode, at the averages it
-    left, and move nothing.
+    Use a smooth activation, such as softplus or silu: the loss needs the derivative of grad l. The second derivative of
+    ReLU is zero, so only the softmax would have a curvature. Cross-entropy attacks overrate these models. Measure them
+    with the margin attack.
+
+    One forward in train mode, of x, moves batch norm. The gradients are taken in eval mode, with the averages after
+    that forward. They move no statistics.
 
     Moosavi-Dezfooli et al. (2019), "Robustness via Curvature Regularization, and Vice Versa".
     """
@@ -59,12 +61,12 @@ class CURE(Objective):
             losses = batch.cross_entropy(batch.net(x))
             return torch.autograd.grad(losses.sum(), x, create_graph=True)[0]
 
-        # In half precision the difference of two gradients would be rounding.
+        # In half precision, the difference of two gradients would be rounding error alone.
         with fixed(batch.net), torch.autocast(batch.x.device.type, enabled=False):
             here = gradient(batch.x)
             z = steepest(here.detach().sign(), 2.0)
             bend = (gradient(batch.x + value_at(self.h, batch.progress) * z) - here).flatten(1)
-        # The norm, unlike the root of a sum of squares, has a gradient (of zero) where it is zero.
+        # The gradient of a plain square root would be infinite at zero. That of vector_norm is zero there.
         curvature = bend.square().sum(dim=1) if self.squared else torch.linalg.vector_norm(bend, dim=1)
         loss = (batch.cross_entropy(clean) + self.weight * curvature).mean()
         return Outcome(loss=loss, logits=clean.detach())

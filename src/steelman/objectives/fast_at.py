@@ -16,10 +16,13 @@ from steelman.settings import Number, settings
 class FastAT(Objective):
     """mean CE(f(x*), y), where x* is one step of size `step` * eps from a uniform draw of the ball.
 
-    The draw ignores the box until the step is made; clipped before, it would put most pixels of a black background on
-    two values, and the model would learn those. The released code agrees on MNIST, but clips the draw on CIFAR-10:
-    `clipped_start` True. `mode` is the attack's: the released code attacks in train mode, whose
-    batch statistics are used here without being recorded (there they are, once more a batch).
+    The draw may leave the box; the step's result is then projected. If the draw were clipped, most pixels of a black
+    background would take one of two values, and the model would learn these values. The released code does not clip
+    the draw on MNIST, but does on CIFAR-10: `clipped_start` True.
+
+    `mode` is that of the model during the attack. The released code attacks in train mode, and so is the default: the
+    model uses the statistics of the batch. Here the attack's forward does not record them; in the released code it
+    does.
 
     Wong et al. (2020), "Fast is better than free: Revisiting adversarial training", Algorithm 3.
     """
@@ -32,7 +35,7 @@ class FastAT(Objective):
         eps = batch.threat.eps
         start: Literal["uniform", "ball"] = "uniform" if self.clipped_start else "ball"
         one_step = PGD(steps=1, step_size=self.step * eps or None, start=start, keep="last", mode=self.mode)
-        # The step follows the scheduled radius by itself.
+        # Not batch.attacked: it would multiply the step by the scheduled radius a second time.
         x_adv = batch.x_adv
         if x_adv is None:
             x_adv = one_step(batch.net, batch.x, batch.y, batch.threat, index=batch.index, key=batch.key)

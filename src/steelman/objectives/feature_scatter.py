@@ -1,4 +1,4 @@
-"""Feature scattering: the adversary moves a batch as a whole, without looking at labels."""
+"""Feature scattering: the attack moves the whole batch, and uses no labels."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from steelman.settings import Count, Number, settings
 class FeatureScatter(Objective):
     """mean CE(f(x*), q(y)), where x* climbs D(f(x), f(x')) = min_T sum_ij T_ij (1 - cos(f(x_i), f(x'_j))) of a batch.
 
-    q(y) gives the true class 1 - delta and each other class delta / (K - 1); a label smoothing around the objective is
-    applied on top, and the margin of a head lowers the true class alone. D is entropic optimal transport between the
-    clean and the perturbed logits with equal weights, by `iterations` rounds of Sinkhorn with that `regularisation`. x*
-    starts uniformly in the ball, outside the box until the first of its `steps` of `step` * eps, in eval mode.
+    q(y) gives the true class 1 - delta, and each other class delta / (K - 1). Label smoothing is applied to q(y). The
+    head's margin lowers the true class alone.
 
-    The plan T is a constant to the gradient: by the envelope theorem that is the gradient of the regularised distance
-    at its minimum. The released code differentiates through its iterations instead, and stops them early. The
-    plan couples the samples, so, unlike with other attacks, x* depends on which samples share a batch (with several
-    processes, a process's share of it). One forward in train mode, of x*, moves batch norm.
+    D is the entropic optimal transport distance between the clean and the perturbed logits, with equal weights. It is
+    computed by `iterations` rounds of Sinkhorn's algorithm with that `regularisation`. x* starts with a uniform draw
+    from the ball, which may leave the box. It makes `steps` steps of size `step` * eps in eval mode.
 
-    A single attack step without labels is a weak adversary, and stronger attacks than plain PGD break these models: a
-    published CIFAR-10 model falls from 71.1 % under PGD-20 to 36.94 % under the feature attack. Believe no number of
-    theirs from PGD alone.
+    The plan T is a constant to the gradient. By the envelope theorem, this gives the gradient of the regularised
+    distance at its minimum. The released code stops the iterations early, and differentiates through them. The plan
+    couples the samples. So x* depends on the other samples of the batch, or of the process's share of the batch; with
+    other attacks it does not. One forward in train mode, of x*, moves batch norm.
+
+    One step without labels is a weak attack, and attacks stronger than plain PGD break these models. A published
+    CIFAR-10 model has 71.1 % robust accuracy under PGD-20, and 36.94 % under the feature attack. Do not judge these
+    models by PGD alone.
 
     Zhang and Wang (2019), "Defense Against Adversarial Attacks Using Feature Scattering-based Adversarial Training".
     """
@@ -46,7 +48,7 @@ class FeatureScatter(Objective):
     delta: Annotated[Number, Field(ge=0, lt=1)] = 0.5
 
     def check(self, net: nn.Module, x: Tensor) -> None:
-        """Raise, before anything is trained, for a delta that is too large for the number of classes."""
+        """Raise for a delta that is too large for the number of classes. This runs before the training."""
         with torch.no_grad(), untouched(net):
             soft_labels(net(x), torch.zeros(len(x), dtype=torch.long), self.delta)
 
@@ -59,7 +61,7 @@ class FeatureScatter(Objective):
         return Outcome(loss=losses.mean(), logits=logits.detach(), x_adv=x_adv)
 
     def scattered(self, batch: Batch) -> Tensor:
-        """x*: the batch moved so that its logits are far, as a set, from the clean ones."""
+        """x*: the batch, moved so that the set of its logits is far from the set of the clean logits."""
         x, net, threat = batch.x, batch.net, batch.threat
         if (known := batch.known()) is not None:
             return known
@@ -73,12 +75,12 @@ class FeatureScatter(Objective):
 
 
 def distances(clean: Tensor, moved: Tensor, regularisation: float, iterations: int) -> Tensor:
-    """What the transport of each row of `moved` costs for a unit of its mass; the mean is the distance D of the sets.
+    """The cost of transport to each row of `moved`, per unit of mass. The mean is the distance D.
 
     >>> distances(torch.eye(3), torch.tensor([[0.0, 1, 1], [1, 0, 1], [1, 1, 0]]), 0.01, 100)
     tensor([0.2929, 0.2929, 0.2929])
     """
-    # A product that autocast would round: in half precision the costs would be too coarse for the regularisation.
+    # Autocast would compute the costs in half precision. That is too coarse for the default regularisation.
     with torch.autocast(clean.device.type, enabled=False):
         cost = 1 - F.normalize(clean, dim=1) @ F.normalize(moved, dim=1).T
     return len(moved) * (transport(cost.detach(), regularisation, iterations) * cost).sum(dim=0)
@@ -88,7 +90,8 @@ def distances(clean: Tensor, moved: Tensor, regularisation: float, iterations: i
 def transport(cost: Tensor, regularisation: float, iterations: int) -> Tensor:
     """argmin_T <T, cost> + regularisation * sum T log T, with rows and columns of equal mass: Sinkhorn's iterations.
 
-    On logarithms, where nothing overflows or vanishes. Columns are met exactly, rows as far as the iterations came.
+    The iterations work on logarithms, so no value overflows or becomes zero. The sums of the columns are exact. More
+    iterations make those of the rows more exact.
 
     Cuturi (2013), "Sinkhorn Distances: Lightspeed Computation of Optimal Transport", Algorithm 1.
 
@@ -106,7 +109,7 @@ def transport(cost: Tensor, regularisation: float, iterations: int) -> Tensor:
 
 
 def soft_labels(logits: Tensor, y: Tensor, delta: float) -> Tensor:
-    """1 - delta for the true class, delta / (K - 1) for each of the others, as the logits are laid out.
+    """1 - delta for the true class, delta / (K - 1) for each other class, in the shape of the logits.
 
     >>> soft_labels(torch.zeros(1, 3), torch.tensor([2]), 0.5)
     tensor([[0.2500, 0.2500, 0.5000]])
@@ -114,8 +117,8 @@ def soft_labels(logits: Tensor, y: Tensor, delta: float) -> Tensor:
     classes = logits.shape[1]
     if delta >= 1 - 1 / classes:
         raise UserError(
-            f"feature scatter: with {classes} classes the true one is the likeliest label for a delta below "
-            f"{1 - 1 / classes:g}; got {delta:g}"
+            f"feature scatter: expected a delta below {1 - 1 / classes:g}, so that the true one of {classes} classes "
+            f"has the largest share; got {delta:g}"
         )
     labels = torch.full_like(logits, delta / (classes - 1), dtype=torch.promote_types(logits.dtype, torch.float32))
     return labels.scatter(1, y[:, None], 1 - delta)

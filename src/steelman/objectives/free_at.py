@@ -16,15 +16,15 @@ from steelman.settings import Count, Number, settings
 class FreeAT(Objective):
     """mean CE(f(x + delta), y), each batch `replays` times; after each backward, delta <- delta + step eps U_p(grad).
 
-    delta starts at zero and is carried over replays and over batches, row by row; one backward gives the gradients of
-    weights and delta, so the loss, margin included, is also the attack's. Everything runs in train mode, and batch norm
-    moves at every replay.
+    delta starts at zero. Row i of delta is carried to row i of the next replay and of the next batch. One backward
+    gives the gradients of the weights and of delta. So the attack has the training loss, with the margin. Everything
+    runs in train mode, and batch norm moves at every replay.
 
     Shafahi et al. (2019), "Adversarial Training for Free!", Algorithm 1.
     """
 
     single_pass: ClassVar[str] = (
-        "makes its perturbation while it trains, so there are no adversarial images to take the loss on a second time"
+        "makes its perturbation while it trains, so it has no adversarial images for a second loss"
     )
     replays: Count = 8
     step: Annotated[Number, Field(gt=0)] = 1.0
@@ -36,13 +36,13 @@ class FreeAT(Objective):
     def __call__(self, batch: Batch) -> Outcome:
         x, threat = batch.x, batch.threat
         carried = batch.carry.get("delta", x[:0])
-        carried = torch.cat((carried, torch.zeros_like(x[len(carried) :])))  # rows no batch has had yet start at zero
+        carried = torch.cat((carried, torch.zeros_like(x[len(carried) :])))  # for a batch larger than all before
         x_adv = threat.project(x + carried[: len(x)].to(x.dtype), x).requires_grad_(True)
         logits = batch.adversarial(x_adv)
 
         def after() -> None:
-            """Move delta by the gradient that the weights' backward left on the images."""
-            assert x_adv.grad is not None  # Criterion calls this after a backward pass alone
+            """Move delta by the gradient that the backward pass left on the images."""
+            assert x_adv.grad is not None  # Criterion calls this only after a backward pass
             moved = ascend(x_adv.detach(), x_adv.grad, x, threat, self.step * threat.eps)
             batch.carry["delta"] = torch.cat((moved - x, carried[len(x) :])).contiguous()
 

@@ -22,15 +22,16 @@ from steelman.settings import Number, SettingsError, settings
 class GAT(Objective):
     """mean [ CE(f(x), y) + weight * ||p(x) - p(x*)||^2 ], where x* climbs CE(f(x'), y) + a weight ||p(x) - p(x')||^2.
 
-    p is the softmax. a is 0 and 1 in turn, batch by batch over the whole run (the released code begins each epoch with
-    0). x* is one step of `step` * eps from x plus random signs of length `start` * eps in the threat's norm, which in
-    linf is +-`start` * eps in every pixel, cut to the box before the step. `weight` may be a schedule: the released
-    recipe has 10, and four times that for the last 14 of 100 epochs. With `distance` "kl" the pair term of the loss is
-    that of TRADES, beta * KL(p(x) || p(x*)), and the attack stays as it is.
+    p is the softmax. a is 0 for one batch and 1 for the next, over the whole run; the released code begins each epoch
+    with 0. x* starts at x plus random signs, which have length `start` * eps in the threat's norm. In linf this is
+    +-`start` * eps in every pixel. The start is projected into the box; then x* makes one step of size `step` * eps.
 
-    The attack works in eval mode, and p(x) is a constant to it. The margin of a head is in the cross-entropy of the
-    loss alone. Two forwards in train mode, x and then x*, move batch norm (the released code makes a third, of x, for
-    the attack's p(x)).
+    `weight` may be a schedule. The released recipe has 10, and 40 for the last 14 of 100 epochs. With `distance` "kl",
+    the pair term of the loss is that of TRADES: beta * KL(p(x) || p(x*)). The attack does not change.
+
+    The attack works in eval mode, and p(x) is a constant to it. The head's margin is in the cross-entropy of the loss,
+    not in the attack. Two forwards in train mode, x and then x*, move batch norm. The released code makes a third, of
+    x, for the attack's p(x).
 
     Sriramanan et al. (2020), "Guided Adversarial Attack for Evaluating and Enhancing Adversarial Defenses".
     """
@@ -60,14 +61,14 @@ class GAT(Objective):
         pair = weight * squared(adversarial, clean) if squares else self.beta * kl(adversarial, clean)
 
         def after() -> None:
-            """The other turn for the next batch."""
+            """Switch a between 0 and 1 for the next batch."""
             batch.carry["turn"] = 1 - turn
 
         loss = (batch.cross_entropy(clean) + pair).mean()
         return Outcome(loss=loss, logits=adversarial.detach(), x_adv=x_adv, after=after)
 
     def guided(self, batch: Batch, weight: Tensor) -> Tensor:
-        """x*: one step on the cross-entropy and `weight` times the squared distance from the clean softmax."""
+        """x*: one step up the cross-entropy plus `weight` times the squared distance from the clean softmax."""
         x, net, threat = batch.x, batch.net, batch.threat
         if (known := batch.known()) is not None:
             return known
@@ -79,7 +80,7 @@ class GAT(Objective):
 
 
 def signs(batch: Batch) -> Tensor:
-    """A random sign for every pixel, scaled to length eps in the threat's norm; keyed by sample index."""
+    """A random sign for every pixel, scaled to length eps in the threat's norm. It depends on the sample's index."""
     shape = tuple(batch.x.shape[1:])
     size: float = batch.threat.eps / math.prod(shape) ** (1 / batch.threat.p)
     up = batch.key.fold("signs").uniform(batch.index, shape, batch.x.dtype) < 0.5

@@ -22,11 +22,13 @@ from steelman.settings import Number, settings
 class HAT(Objective):
     """mean [ CE(f(x), y) + beta * KL(f(x) || f(x*)) + gamma * CE(f(x + 2 (x* - x)), argmax g(x*)) ], x* as in TRADES.
 
-    g is a model from standard training; `helper` is the folder of its finished run. Its label, the class that x* looks
-    like to a model without robustness, is asked for at twice the perturbation, so that the margin does not grow far
-    beyond the ball, which costs clean accuracy. The helper images leave the ball on purpose, and are not cut to the
-    box, as in the released code: a cut pixel would fall short of twice its perturbation. The margin of a head is in
-    both cross-entropies, on the label of each. Three forwards in train mode move batch norm: x, x*, the helper images.
+    g is the helper: a model from standard training. `helper` is the folder of its finished run. The label argmax g(x*)
+    is the class that x* shows to a model without robustness. The loss asks for this label at twice the perturbation.
+    Without this term, the model's margin would grow far beyond the ball, and clean accuracy would fall.
+
+    The images x + 2 (x* - x) leave the ball, and may leave the box, as in the released code. A clipped pixel would
+    have less than twice its perturbation. The head's margin is in both cross-entropies, each on its own label. Three
+    forwards in train mode move batch norm: x, then x*, then x + 2 (x* - x).
 
     Rade and Moosavi-Dezfooli (2022), "Reducing Excessive Margin to Achieve a Better Accuracy vs. Robustness Trade-off".
     """
@@ -43,7 +45,7 @@ class HAT(Objective):
     def __call__(self, batch: Batch) -> Outcome:
         if batch.helper is None:
             raise UserError(
-                "HAT learns from the labels of another model: expected one from standard training as `helper` "
+                "HAT learns from the labels of another model: expected a model from standard training as `helper` "
                 "(in a recipe, objective.helper is the folder of its run), got none"
             )
         x_adv = batch.attacked(self.attack)

@@ -13,7 +13,7 @@ from steelman.models.batchnorm import Branch, fixed, recorded, shared
 from steelman.objectives.base import Batch, Objective, Outcome
 from steelman.settings import Count, Number, settings
 
-# Of the released code; one as small as this keeps the search from slowing where the loss is flat.
+# The value of the released code. A larger one would make the search slow where the loss is flat.
 ADAM_EPS = 1e-9
 
 
@@ -21,21 +21,24 @@ ADAM_EPS = 1e-9
 class LLR(Objective):
     """mean [ l(x) + weight * g(delta; x) + mu * |delta . grad l(x)| ], where delta in the threat model maximises g.
 
-    g(delta; x) = |l(x + delta) - l(x) - delta . grad l(x)|, for each sample: how far the loss is from linear. It is
-    maximised by `steps` steps of Adam with learning rate `lr` from a uniform start, projected after each one, with
-    grad l(x) a constant. l is everywhere the training cross-entropy, with the head's margin and the label smoothing:
-    delta maximises the very g that the loss has. Defaults are the paper's; the released configuration comes to `weight`
-    2 and `mu` 0.6 (it doubles the whole loss), and raises the radius from 0 over the first steps. `penalty` "norm" puts
-    mu ||grad l(x)||_2 in the place of the last term, the variant that the authors' rebuttal found to cost accuracy.
+    g(delta; x) = |l(x + delta) - l(x) - delta . grad l(x)|, for each sample: how far the loss is from linear. l is the
+    training cross-entropy, with the head's margin and the label smoothing, in all places. So delta maximises the same g
+    that is in the loss.
 
-    The loss differentiates grad l(x) once more, so a smooth activation, such as softplus or silu, is meant: the second
-    derivative of ReLU is zero, and what remains is the softmax's own.
+    The search for delta starts with a uniform draw. It makes `steps` steps of Adam with learning rate `lr`, and
+    projects after each step. grad l(x) is a constant to the search. `penalty` "norm" replaces the last term by
+    mu ||grad l(x)||_2; the authors' rebuttal found that this variant costs accuracy. The defaults are the paper's. The
+    released configuration doubles the whole loss, so it amounts to `weight` 2 and `mu` 0.6. It also raises the radius
+    from 0 over the first steps.
 
-    One forward in train mode, of x, moves batch norm and gives the first l(x). Those of the regulariser, at x and at
-    x + delta, run in eval mode but with the clean batch's statistics, and move nothing. `statistics` "live" keeps these
-    statistics in the graph, as the released code does: a gradient flows through them, and grad l(x) holds what a sample
-    does to the others. With "constant" they are numbers, and a sample's loss is its own; on a residual network that
-    gradient points elsewhere. The search for delta takes them as numbers in both.
+    Use a smooth activation, such as softplus or silu: the loss needs the derivative of grad l(x). The second derivative
+    of ReLU is zero, so only the softmax would have a curvature.
+
+    One forward in train mode, of x, moves batch norm and gives the first l(x). Two more forwards, of x and x + delta,
+    give g. They run in eval mode with the statistics of the clean batch, and move nothing. With `statistics` "live",
+    gradients flow through these statistics, as in the released code. So grad l(x) includes the effect of a sample on
+    the others. With "constant", the statistics are numbers, and each sample's loss depends on that sample alone. On a
+    residual network, the two gradients point in different directions. The search for delta always takes numbers.
 
     Qin et al. (2019), "Adversarial Robustness through Local Linearization".
     """
@@ -53,9 +56,9 @@ class LLR(Objective):
         with recorded(batch.net) as numbers:
             clean = batch.clean()
         nominal = batch.cross_entropy(clean)
-        if batch.threat.eps == 0 and self.penalty == "along":  # delta is zero, and both terms with it
+        if batch.threat.eps == 0 and self.penalty == "along":  # delta is zero, and so are both other terms
             return Outcome(loss=nominal.mean(), logits=clean.detach(), x_adv=batch.x)
-        # In half precision the difference of two losses would be rounding.
+        # In half precision, the difference of two losses would be rounding error alone.
         with torch.autocast(batch.x.device.type, enabled=False):
             x = batch.x.detach().requires_grad_(True)
             with shared(batch.net) if self.statistics == "live" else fixed(batch.net, numbers) as live:
@@ -73,7 +76,7 @@ class LLR(Objective):
         return Outcome(loss=loss, logits=moved.detach(), x_adv=x_adv)
 
     def search(self, batch: Batch, at_x: Tensor, gradient: Tensor) -> Tensor:
-        """x + delta, where delta maximises g; a sum, and Adam works pixel by pixel, so no sample minds the others."""
+        """x + delta, where delta maximises g. Adam works on each pixel alone, so no sample affects another."""
         x, threat = batch.x.detach(), batch.threat
         x_adv = threat.random_start(x, batch.index, batch.key.fold("llr")).requires_grad_(True)
         adam = torch.optim.Adam([x_adv], lr=self.lr, eps=ADAM_EPS, maximize=True)

@@ -14,7 +14,7 @@ from steelman.models.batchnorm import Branch
 from steelman.objectives.base import Batch, Objective, Outcome, inner
 from steelman.settings import Number, settings
 
-# The constants of the released code, which keep the logarithm and the weight away from zero.
+# The constants of the released code. They keep the logarithm finite, and the weight of the KL above zero.
 LIFT, TINY, WEIGHT_LIFT = 1.0001, 1e-12, 1.0000001
 
 
@@ -22,7 +22,7 @@ LIFT, TINY, WEIGHT_LIFT = 1.0001, 1e-12, 1.0000001
 class MART(Objective):
     """mean [ BCE(f(x*), y) + beta * KL(f(x) || f(x*)) * (1 - f(x)_y) ], where x* climbs CE(f(x'), y).
 
-    BCE(p, y) = CE(p, y) - log(1 - max_{k != y} p_k). The weight 1 - f(x)_y carries gradient, as in the released code.
+    BCE(p, y) = CE(p, y) - log(1 - max_{k != y} p_k). Gradients flow through 1 - f(x)_y, as in the released code.
     Two forwards in train mode, x and then x*, move batch norm.
 
     Wang et al. (2020), "Improving Adversarial Robustness Requires Revisiting Misclassified Examples", Eq. (11).

@@ -13,8 +13,9 @@ from steelman.settings import settings
 class PGDAT(Objective):
     """Cross-entropy on the adversary's images: mean CE(f(x*), y), where x* climbs CE(f(x'), y) inside the ball.
 
-    The attack sees the head's scaled logits without the margin, in the mode it names ("eval" by default, in which batch
-    norm uses its running statistics); the one forward in train mode, on x*, is what moves batch-norm statistics.
+    The attack sees the logits with the head's scale and without the margin. The attack's `mode` is that of the model;
+    by default it is "eval", and batch norm uses its running statistics. One forward in train mode, of x*, moves batch
+    norm.
 
     Madry et al. (2018), "Towards Deep Learning Models Resistant to Adversarial Attacks", Eq. (1).
     """

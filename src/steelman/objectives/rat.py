@@ -1,4 +1,4 @@
-"""RAT: randomised weights, whose Taylor terms pull clean and adversarial outputs together."""
+"""RAT: randomised weights. The terms of their Taylor expansion pull clean and adversarial outputs together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from steelman.settings import Number, settings
 
 
 def _of_base(value: object, info: ValidationInfo) -> object:
-    """Attacks by name get the defaults that the base method gives them."""
+    """An attack by name, with the defaults of the base method."""
     defaults = {"loss": "kl", "start": "gaussian"} if info.data.get("base") == "trades" else {}
     build: Any = inner(**defaults).func
     return build(value)
@@ -35,22 +35,26 @@ def _of_base(value: object, info: ValidationInfo) -> object:
 class RAT(Objective):
     """mean [ (1 - alpha) CE(f(x), y) + beta KL(f(x) || f(x*)) + alpha (D1 + second * D2) ], from Taylor terms.
 
-    D = (KL(T(d)_y || f(x*)) + KL(T(-d)_y || f(x))) / 2, with d = r(x) - r(x*) in D1 and r(x)^2 - r(x*)^2 in D2, where
-    r_j = sum_i dCE/dW_ji is the batch's mean (a process's share of it) at the last layer W. T(d)_y is d without entry
-    y, made a distribution and times `spread`, and 1 - spread at y; a d that tells no class from another gives a uniform
-    one. Targets are constants. `spread` None is 1 - 2 / K: 0.8 for 10 classes, 0.98 for 100. `order` 1 leaves out D2, 0
-    also D1 and alpha: the base alone. Base "at" has CE(f(x*), y) in the place of both CE(f(x), y) and the KL, so no
-    beta. The margin of a head and label smoothing are in the cross-entropy alone, neither in r nor in D.
+    D = (KL(T(d)_y || f(x*)) + KL(T(-d)_y || f(x))) / 2, with d = r(x) - r(x*) in D1, and d = r(x)^2 - r(x*)^2 in D2.
+    r_j = sum_i dCE/dW_ji, where W is the last layer and CE the mean of the batch, or of a process's share of it.
 
-    r is signed, for Eq. (17) raises the output of x* where r(x) - r(x*) is large, and that raises r(x*) where features
-    are positive, as after a ReLU. Read to the letter, Eq. (19) is zero for a linear layer: the Hessian's sums over all
-    classes j vanish, as softmax ignores a shift of all logits. So D2 takes r^2, as the released code does: of the
-    gradients' outer product, the block j = l. `released` is that code's reading: |r| before the difference in D1, and
-    in D2 T(-d)_y for both x and x*.
+    T(d)_y is a target distribution, and constant to the gradient. Class y has the share 1 - `spread`. The other classes
+    have the share `spread`, in proportion to d minus its minimum; if all are equal, in equal parts. `spread` None means
+    1 - 2 / K: 0.8 for 10 classes, 0.98 for 100.
 
-    With base "trades", x* is made at weights w + `sigma` N(0, 1), drawn anew each step for weights of two or more
-    dimensions (the released code: for convolutions); everything else is at w. Two forwards in train mode, x and then
-    x*, move batch norm (the released code makes eight).
+    `order` 1 leaves out D2. `order` 0 leaves out D1 and alpha too: the base alone. With base "at", CE(f(x*), y) takes
+    the place of CE(f(x), y) and of the KL, so beta has no effect. The head's margin and the label smoothing are in the
+    cross-entropy, not in r or D.
+
+    D1 and D2 read the paper as follows. r has a sign: Eq. (17) raises the output of x* where r(x) - r(x*) is large, and
+    for positive features, as after a ReLU, this raises r(x*). Eq. (19) would be zero for a linear layer: softmax
+    ignores a shift of all logits, so the sums of the Hessian over all classes are zero. So D2 uses r^2 instead, as the
+    released code does: the block j = l of the outer product of the gradients. With `released`, D1 takes the difference
+    of |r|, and D2 uses T(-d)_y for both x and x*, as that code does.
+
+    With base "trades", x* is made at weights w + `sigma` N(0, 1). Each step draws new noise, for weights of two or more
+    dimensions; the released code draws it for convolutions only. Everything else is at w. Two forwards in train mode, x
+    and then x*, move batch norm; the released code makes eight.
 
     Jin et al. (2023), "Randomized Adversarial Training via Taylor Expansion", Appendix D.
     """
@@ -68,7 +72,7 @@ class RAT(Objective):
     attack: Annotated[Attack | None, BeforeValidator(_of_base)] = None
 
     def check(self, net: nn.Module, x: Tensor) -> None:
-        """Raise, before anything is trained, unless the model has features to read."""
+        """Raise unless the features of the model can be read. This runs before the training."""
         check_readable(net, x)
 
     def __call__(self, batch: Batch) -> Outcome:
@@ -91,7 +95,7 @@ class RAT(Objective):
         return Outcome(loss=(label + pair).mean(), logits=adversarial.detach(), x_adv=x_adv)
 
     def crafted(self, batch: Batch) -> Tensor:
-        """x*: by the attack of the base unless another is named, at shaken weights with base "trades"."""
+        """x*: made by `attack`, or else by the base's attack. With base "trades", the weights have noise on them."""
         attack = self.attack or (TRADES().attack if self.base == "trades" else PGDAT().attack)
         if batch.x_adv is not None or batch.threat.eps == 0 or self.base == "at" or self.sigma == 0:
             return batch.attacked(attack)
@@ -99,7 +103,7 @@ class RAT(Objective):
             return batch.attacked(attack)
 
     def gaps(self, r: Tensor, r_adv: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """The weight of each Taylor term, and what its targets for x* and for x are made of."""
+        """(weight, d of the target for x*, d of the target for x) of each Taylor term."""
         first, second = r - r_adv, r.square() - r_adv.square()
         if self.released:
             first = r.abs() - r_adv.abs()
@@ -114,7 +118,7 @@ class RAT(Objective):
 
 @contextlib.contextmanager
 def shaken(net: nn.Module, sigma: float, key: Key) -> Iterator[None]:
-    """Inside, each weight of two or more dimensions has Gaussian noise on it; then it is as before, to the bit."""
+    """Inside, each weight of two or more dimensions has Gaussian noise on it. Afterwards it is the same to the bit."""
     weights = {name: weight for name, weight in net.named_parameters() if weight.dim() > 1}
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     try:
@@ -130,7 +134,7 @@ def shaken(net: nn.Module, sigma: float, key: Key) -> Iterator[None]:
 
 
 def row_sums(layer: Head | nn.Linear, z: Tensor, y: Tensor) -> Tensor:
-    """r_j = sum_i dCE/dW_ji of the mean cross-entropy, from the features that enter the layer alone.
+    """r_j = sum_i dCE/dW_ji of the mean cross-entropy, from the features z that enter the layer.
 
     >>> layer = nn.Linear(2, 2)
     >>> z, y = torch.ones(1, 2), torch.tensor([0])
@@ -145,7 +149,7 @@ def row_sums(layer: Head | nn.Linear, z: Tensor, y: Tensor) -> Tensor:
 
 
 def targets(gap: Tensor, spread: float) -> Tensor:
-    """T(d): for each true class the distribution that the difference `gap` of each class asks for.
+    """T(d) as a matrix: row y is the target distribution for true class y, and `gap` is d.
 
     >>> targets(torch.tensor([1.0, 2.0, 4.0]), 0.8)
     tensor([[0.2000, 0.2000, 0.6000],

@@ -26,17 +26,18 @@ Distance = Literal["cosine", "absolute", "euclidean"]
 class TLA(Objective):
     """mean [ CE(f(x*), y) + weight * (max(0, d(a, p) - d(a, n) + alpha) + norm_weight * (a^2 + p^2 + n^2)) ].
 
-    a, p and n are what enters the last layer: features of x* and of two clean images, p of the same class, n the most
-    similar to a of another class. d is the `distance`: 1 - cos, or "absolute" 1 - |cos|, as in the released code (where
-    n is still picked by cos), or "euclidean" the length of the difference; n is the nearest by the same d. Squares are
-    means over features. `positive` "class" is another image of the class at random
-    (the clean x where there is none), "own" the clean x, "both" the mean of the two triplets' terms. The margin of a
-    head is in the cross-entropy alone.
+    a, p and n are features: what enters the last layer. a is of x*. p is of a clean image of the same class. n is of a
+    clean image of another class: the one nearest to a by d. a^2, p^2 and n^2 are means over the features.
 
-    Images are chosen among `pool` batches: this one and the clean images of the last ones, which are carried (and saved
-    in checkpoints) as they were augmented then. The choice is made with the weights of the moment in eval mode, at the
-    cost of a forward of the whole pool and no backward; weight perturbation makes it again at its own weights. Two
-    forwards in train mode move batch norm: x*, and then positives and negatives as one batch.
+    d is the `distance`: "cosine" 1 - cos, "absolute" 1 - |cos|, or "euclidean" the length of the difference. The
+    released code has "absolute", but finds n by cos. `positive` "class" takes p from a random other image of the class,
+    or from the clean x if there is none. "own" takes the clean x. "both" takes the mean of the two terms. The head's
+    margin is in the cross-entropy alone.
+
+    The images for p and n are in a pool of `pool` batches: this one, and the clean images of the batches before it,
+    with the augmentation of that time. The pool is saved in checkpoints. The choice uses the current weights in eval
+    mode. It costs a forward of the whole pool, and no backward. Weight perturbation makes the choice again at its own
+    weights. Two forwards in train mode move batch norm: x*, and then the images for p and n as one batch.
 
     Mao et al. (2019), "Metric Learning for Adversarial Robustness".
     """
@@ -52,7 +53,7 @@ class TLA(Objective):
     attack: Annotated[Attack, inner()] = PGD(steps=7, keep="last")
 
     def check(self, net: nn.Module, x: Tensor) -> None:
-        """Raise, before anything is trained, unless the model has features to read."""
+        """Raise unless the features of the model can be read. This runs before the training."""
         check_readable(net, x)
 
     def __call__(self, batch: Batch) -> Outcome:
@@ -72,7 +73,7 @@ class TLA(Objective):
         losses = batch.cross_entropy(logits) + self.weight * triplets
 
         def after() -> None:
-            """Remember this batch. The oldest images make room, as many as came: a short batch leaves the pool full."""
+            """Add this batch to the pool. It replaces as many of the oldest images, so a short batch removes few."""
             n = len(batch.x)
             batch.carry.update(pool.newest(max((self.pool - 1) * n, len(pool.x) - n)))
 
@@ -86,7 +87,7 @@ class TLA(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Clean images to choose from: first those of the batch, then the remembered ones, newest first."""
+    """Clean images to choose from: those of the batch, then those of earlier batches, the newest first."""
 
     x: Tensor
     y: Tensor
@@ -99,20 +100,20 @@ class Pool:
         return cls(**{name: torch.cat((new, past[name])) for name, new in rows.items()})
 
     def newest(self, rows: int) -> dict[str, Tensor]:
-        """What is carried on."""
+        """The first `rows` images, as `Batch.carry` holds them."""
         return {f"pool_{name}": getattr(self, name)[:rows].contiguous() for name in ("x", "y", "index")}
 
     def same_class(self, batch: Batch, key: Key) -> Tensor:
-        """For each sample one of the images of its class other than itself, at random; itself where there is none."""
+        """For each sample, the place of a random other image of its class, or its own place if there is none."""
         fits = (batch.y[:, None] == self.y) & (batch.index[:, None] != self.index)
         count = fits.sum(dim=1)
         draw = key.uniform(batch.index, (1,), torch.float64)[:, 0].to(count.device)
-        wanted = (draw * count).long() + 1  # the draw is below 1
+        wanted = (draw * count).long() + 1  # at most `count`, because the draw is below 1
         found = (fits & (fits.cumsum(dim=1) == wanted[:, None])).long().argmax(dim=1)
         return torch.where(count > 0, found, torch.arange(len(found), device=found.device))
 
     def most_similar(self, batch: Batch, x_adv: Tensor, distance: Distance) -> Tensor:
-        """For each adversarial image the clean one of another class whose features are most like its own."""
+        """For each adversarial image, the place of the clean image of another class with the nearest features."""
         if not (others := batch.y[:, None] != self.y).any(dim=1).all():
             raise UserError(
                 f"TLA compares each image with one of another class: expected at least two classes among the "
@@ -136,7 +137,7 @@ class Pool:
 
 
 def apart(one: Tensor, other: Tensor, distance: Distance) -> Tensor:
-    """d of each two rows.
+    """d between row i of `one` and row i of `other`, for each i.
 
     >>> a, b = torch.tensor([[3.0, 4.0]]), torch.tensor([[-3.0, -4.0]])
     >>> [round(float(apart(a, b, d)), 4) for d in ("cosine", "absolute", "euclidean")]
@@ -149,6 +150,6 @@ def apart(one: Tensor, other: Tensor, distance: Distance) -> Tensor:
 
 
 def as_rows(z: Tensor) -> Tensor:
-    """Features as one row a sample, in full precision even where the model ran in half."""
+    """Features as one row per sample, in float32 at least: half precision would round the distances."""
     z = z.flatten(1)
     return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z

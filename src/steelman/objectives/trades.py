@@ -17,11 +17,11 @@ from steelman.settings import Number, settings
 class TRADES(Objective):
     """mean [ CE(f(x), y) + beta * KL(f(x) || f(x*)) ], where x* climbs the same KL from a small Gaussian start.
 
-    Gradients flow through both sides of the KL. The margin of a head is in the natural term alone. Two forwards in
-    train mode, x and then x*, move batch norm (the original code makes a third, of x, for its statistics alone).
+    Gradients flow through both sides of the KL. The head's margin is in the cross-entropy alone. Two forwards in train
+    mode, x and then x*, move batch norm. The original code makes a third, of x, which only moves the statistics.
 
-    Zhang et al. (2019), "Theoretically Principled Trade-off between Robustness and Accuracy", Eq. (5). The papers write
-    1/lambda = 6 for what is beta here.
+    Zhang et al. (2019), "Theoretically Principled Trade-off between Robustness and Accuracy", Eq. (5). beta is 1/lambda
+    in the papers.
     """
 
     forwards: ClassVar[tuple[Branch, ...]] = ("clean", "adversarial")

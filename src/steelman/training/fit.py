@@ -23,7 +23,6 @@ from steelman.data.torch_dataset import TorchSource, as_source
 from steelman.errors import UserError
 from steelman.evaluation.checks import check_contract
 from steelman.evaluation.evaluate import check_outputs
-from steelman.evaluation.progress import showing
 from steelman.evaluation.stages import Suite
 from steelman.evidence.bundle import weights_digest
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
@@ -32,6 +31,7 @@ from steelman.models.wrap import Wrapped, detected
 from steelman.objectives.base import Objective, check_model
 from steelman.objectives.criterion import bare
 from steelman.objectives.pgd_at import PGDAT
+from steelman.progress import showing
 from steelman.schedules import Piecewise, Schedule
 from steelman.threat import ThreatModel
 from steelman.training.checkpoint import checkpoints

@@ -22,10 +22,10 @@ from steelman import data
 from steelman.data.source import first
 from steelman.errors import UserError, resume_command
 from steelman.evaluation.checks import check_contract
-from steelman.evaluation.progress import showing
 from steelman.models.batchnorm import split_norms
 from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.objectives import check_model
+from steelman.progress import showing
 from steelman.recipe import Recipe, fingerprint, parse, read
 from steelman.rng import Key
 from steelman.training.folder import Measured, Run, export, finish, load_model, make_folder

@@ -42,8 +42,7 @@ class Trainer:
     """Trains `net` on `train`, watches it on `validation`, and keeps everything in `folder`.
 
     `fingerprint` names the recipe: a checkpoint of another recipe is refused. `helper` is the model that some
-    objectives learn from beside the labels. `exact` is False for data that cannot be had a second time as they were:
-    such a run goes on from the beginning of an epoch.
+    objectives learn from beside the labels.
     """
 
     net: nn.Module
@@ -78,7 +77,7 @@ class Trainer:
         attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
         self.model, self.optimizer = self.fabric.setup(attacked, optimizer)
         if self.helper is not None:
-            self.helper = self.helper.to(self.fabric.device).eval().requires_grad_(False)
+            self.helper = self.helper.to(self.fabric.device)
         self.criterion = Criterion(
             self.objective,
             self.model,

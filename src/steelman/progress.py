@@ -41,10 +41,13 @@ class Ticker:
 
     On a terminal it is a bar that vanishes at the end. Elsewhere, such as in a log, it is a plain line at most every
     30 seconds: ``fast: targets, 512 of 2,000 samples``.
+
+    Each thing that is being done has a clock of its own, from which the bar tells the time left. With `one_clock` all
+    of them are parts of one thing, and `done` and `total` are that thing's.
     """
 
-    def __init__(self, name: str, unit: str = "samples") -> None:
-        self.name, self.unit = name, unit
+    def __init__(self, name: str, unit: str = "samples", *, one_clock: bool = False) -> None:
+        self.name, self.unit, self.one_clock = name, unit, one_clock
         self._console = _console.get()
         self._bar: Progress | None = None
         if self._console is not None and self._console.is_terminal:
@@ -65,9 +68,9 @@ class Ticker:
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """`done` of `total` are done of `what`; `note` is what else there is to say."""
         if self._bar is not None:
-            if what != self._what:  # another task has its own clock
+            if what != self._what and not self.one_clock:
                 self._bar.reset(self._task)
-                self._what = what
+            self._what = what
             description = f"{self.name}: {what}"
             self._bar.update(self._task, description=description, completed=done, total=max(total, 1), note=note)
         elif self._console is not None and time.monotonic() >= self._next:
