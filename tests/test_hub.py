@@ -213,7 +213,7 @@ def test_the_card_says_what_the_evidence_says(run: Path) -> None:
     assert yaml.safe_load(front)["library_name"] == "steelman"
     robust = bundle.record["robust_correct"]
     for line in (
-        'model = steelman.load("hf:ann/small")',
+        'model = steelman.load("hf:ann/small").model',
         "- Data: noise",
         "- Clean accuracy: 95.0%",
         f"- Robust accuracy: {robust / 20:.1%} [",
@@ -290,7 +290,9 @@ def test_code_that_a_run_names_is_not_imported(run: Path, hub: FakeHub, model: o
     push(run, REPO)
     describe(hub.root / REPO, model=model)
     for source in (REPO, hub.root / REPO):
-        with pytest.raises(UserError, match=r"made by 'tests.test_hub:planted', and to load it would import and call that"):
+        with pytest.raises(
+            UserError, match=r"made by 'tests.test_hub:planted', and to load it would import and call that"
+        ):
             pull(source)
     assert CALLED == []
     assert pull(REPO, allow=["tests.test_hub:planted"]).is_dir()

@@ -151,11 +151,13 @@ def test_settings_are_frozen_keyword_only_comparable_and_closed() -> None:
     assert dataclasses.replace(one, steps=4) == PGD(steps=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.steps = 4  # type: ignore[misc]
-    for wrong, said in (
-        (lambda: PGD(3), "expected settings by their names, got 3 without a name"),  # type: ignore[misc]
-        (lambda: PGD(stesp=3), "stesp: unknown key 'stesp' (did you mean 'steps'?)"),  # type: ignore[call-arg]
+    made: Any = PGD
+    wrongs: list[tuple[Callable[[], object], str]] = [
+        (lambda: made(3), "expected settings by their names, got 3 without a name"),
+        (lambda: made(stesp=3), "stesp: unknown key 'stesp' (did you mean 'steps'?)"),
         (lambda: dataclasses.replace(one, steps=0), "steps: input should be greater than 0, got 0"),
-    ):
+    ]
+    for wrong, said in wrongs:
         with pytest.raises(UserError) as caught:
             wrong()
         assert str(caught.value).startswith(said)

@@ -148,7 +148,7 @@ def card(folder: Path, repo_id: str) -> str:
         "```python",
         "import steelman",
         "",
-        f'model = steelman.load("hf:{repo_id}")  # takes images in [0, 1], gives logits',
+        f'model = steelman.load("hf:{repo_id}").model  # takes images in [0, 1], gives logits',
         "```",
         "",
         "## Training",
