@@ -260,7 +260,7 @@ def test_evaluating_what_is_no_run_and_no_model(fails: Fails, finished: Path, tm
     assert "no weights at w.pt" in fails("evaluate", "mlp", *named, "--weights", "w.pt")
     factory = ("evaluate", "tests.test_bad_input:five_classes", *named)
     assert "--layout" in fails(*factory, "--random-weights", "--layout", "trades-smallcnn")
-    assert "five_classes makes a model with random weights" in fails(*factory)
+    assert "five_classes makes a model with new random weights" in fails(*factory)
 
 
 QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -336,7 +336,7 @@ def test_ones_own_arrays(fails: Fails, finished: Path, tmp_path: Path) -> None:
     assert "NaN" in fails(*ask, save(np.where(good > 0.9, np.nan, good), labels))
     assert "label 37 at index 3" in fails(*ask, save(good, np.where(labels == 3, 37, labels)))
     large = rng.random((20, 1, 12, 12), dtype=np.float32)
-    assert "and arrays has (1, 12, 12)" in fails(*ask, save(large, labels))
+    assert "and those of arrays are (1, 12, 12)" in fails(*ask, save(large, labels))
     (tmp_path / "arrays.npz").write_bytes(b"garbage")
     assert "arrays.npz" in fails(*ask, str(tmp_path / "arrays.npz"))
 
@@ -397,12 +397,12 @@ def test_the_demo_replaces_an_earlier_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "demo" / "report.html").is_file()
     text = demo.explain(found)
     assert f"{found['standard'].score('clean').accuracy:.0%}" in text
-    overlap = "this run does not settle the difference" in text
+    overlap = "this run does not prove a difference" in text
     low = found["standard"].score("worst case").interval[1]
     separate = all(found[name].score("worst case").interval[0] > low for name in list(found)[1:])
     assert overlap != separate
     one, two = (found[name].score("worst case").interval for name in list(found)[1:])
-    assert ("which of the robust ones is stronger" in text) == (one[0] <= two[1] and two[0] <= one[1])
+    assert ("which of the two networks is better" in text) == (one[0] <= two[1] and two[0] <= one[1])
 
 
 def test_a_wrong_type_is_no_internal_error() -> None:

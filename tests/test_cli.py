@@ -237,7 +237,7 @@ def test_a_recipe_for_imagenet_says_that_it_needs_to_know_where_that_is(command:
     assert "data.root: dataset 'folder' needs root=PATH, where your images are: data.root=PATH" in err
     code, _, err = command("train", "he-imagenet-resnet50-freeat-he", "data.root=nowhere")
     assert code == 2
-    assert "there is no nowhere" in err
+    assert "expected an existing root, got nowhere" in err
     assert not Path("runs").exists()
 
 
@@ -399,7 +399,7 @@ def test_random_weights_are_measured_only_on_request(command: Command, tmp_path:
     before = torch.random.get_rng_state()
     code, out, err = command(*FACTORY)
     assert code == 2
-    assert "tests.test_cli:my_model makes a model with random weights" in err
+    assert "tests.test_cli:my_model makes a model with new random weights" in err
     assert "--random-weights" in err
     assert not list(tmp_path.iterdir())
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -541,5 +541,5 @@ def test_completion_imports_no_torch(tmp_path: Path) -> None:
 def test_doctor(command: Command) -> None:
     code, out, err = command("doctor")
     assert (code, err) == (0, "")
-    for words in (__version__, "GFLOP/s", "images a second", "tensorboard", "steelman data get mnist"):
+    for words in (__version__, "GFLOP/s", "images per second", "tensorboard", "steelman data get mnist"):
         assert words in out

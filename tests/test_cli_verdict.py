@@ -239,7 +239,7 @@ def test_the_same_command_goes_on(
         code, said, err = command(*words)
         assert (code, err) == (130, "")
         assert len(computed) == after
-        assert f"what is finished is kept in {place}; the same command goes on from there" in said
+        assert f"the finished part is kept in {place}; the same command goes on from there" in said
     gc.collect()  # a process that ends lets go of the folder; here the frames of the interruption have to
     assert (place / "work").is_dir()
     assert not (place / "evidence.json").exists()
@@ -268,7 +268,7 @@ def test_killed_before_the_page_it_is_only_the_page_that_is_made(
         patch.setattr(Work, "batch", lambda *_: pytest.fail("computed again"))
         code, said, err = command(*words)
     assert (code, err) == (0, "")
-    assert said == first.replace(f"evidence: {place}\n", f"evidence: {place} (finished before, but for its page)\n")
+    assert said == first.replace(f"evidence: {place}\n", f"evidence: {place} (finished before, without its report)\n")
     assert (place / "report.html").read_bytes() == page
     assert files(place) == evidence
     (place / "report.html").unlink()
@@ -382,9 +382,9 @@ def test_verify_says_what_it_checked(command: Command, made: Path) -> None:
     assert re.search(r"not checked: .*give --model", out)
     code, out, _ = command("verify", place, "--model", f"{HERE}:nearest_mean", "--data", "digits")
     assert code == 0
-    assert re.search(r"  checked: .*the model answers each image as claimed", out)
-    assert re.search(rf"\d+ of the {broken} images still fool the model", out)
-    assert "not checked: whether an attack would break" in out
+    assert re.search(r"  checked: .*the model answers each image as recorded", out)
+    assert re.search(rf"\d+ of the {broken} samples stay broken when", out)
+    assert "not checked: no other attack breaks one of the" in out
     assert "give --" not in out
 
 
@@ -465,7 +465,7 @@ def test_a_runs_folder_stands_for_its_own_verdict(
     code, out, err = command("verify", str(a_run))
     assert (code, err) == (0, "")
     assert out.startswith(f"accepted: {a_run}/verdict, seal ")
-    assert re.search(r"  checked: .*the model answers each image as claimed", out)
+    assert re.search(r"  checked: .*the model answers each image as recorded", out)
     assert "give --" not in out
     assert Evaluation.load(a_run).total == 30
     code, _, err = command("gate", str(a_run), "--min-robust", "0.99")
@@ -481,7 +481,7 @@ def test_a_runs_folder_stands_for_its_own_verdict(
     (tmp_path / "other" / "model.json").write_text(json.dumps(described))
     code, out, err = command("verify", "other")
     assert (code, err) == (0, "")
-    assert re.search(r"not checked: that the weights are .*: mnist is not on this machine", out)
+    assert re.search(r"not checked: the weights are .*: mnist is not on this machine", out)
     assert command("verify", "other", "--data", "mnist")[0] == 2, "what is asked for and cannot be had is a mistake"
     assert command("verify", "other", "--data", "digits")[0] == 0
     # Another model's verdict in its place is rejected by its own weights.
@@ -556,11 +556,11 @@ def test_what_compare_refuses(fails: Fails, made: Path, bundle: Path, tmp_path: 
     one, other = str(made / "nearest_mean"), str(made / "noisy_mean")
     assert "at least two evaluations to compare, got 1" in fails("compare", one)
     assert "no evidence in nowhere" in fails("compare", one, "nowhere")
-    assert "two evaluations are called 'a'" in fails("compare", f"a={one}", f"a={other}")
-    assert "two evaluations are called" in fails("compare", one, one)
+    assert "two evaluations have the name 'a'" in fails("compare", f"a={one}", f"a={other}")
+    assert "two evaluations have the name" in fails("compare", one, one)
     assert "expected an evaluation as NAME=FOLDER, got '=x'" in fails("compare", one, "=x")
     (tmp_path / "page.html").write_text("mine")
-    assert "page.html is there already" in fails("compare", one, other, "--out", "page.html")
+    assert "page.html exists already" in fails("compare", one, other, "--out", "page.html")
     changed(bundle, "robust_correct", 40)
     assert "robust_correct is 40" in fails("compare", one, "bundle", "--out", "none.html")
     assert not (tmp_path / "none.html").exists()

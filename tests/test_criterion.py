@@ -204,7 +204,9 @@ class TestNothingIsLostSilently:
     def test_replays_that_are_forgotten(self) -> None:
         criterion = Criterion(FreeAT(replays=3), a_net().train(), THREAT)
         criterion(*some_batch())
-        with pytest.raises(UserError, match=r"FreeAT trains 3 times in a row on each batch, and this is another batch "):
+        with pytest.raises(
+            UserError, match=r"FreeAT trains 3 times in a row on each batch, and this is another batch "
+        ):
             criterion(*some_batch(seed=1))
 
     def test_replays_carry_the_perturbation(self) -> None:

@@ -74,7 +74,7 @@ def test_a_run_that_ends_in_its_first_cycle_keeps_its_best_epoch(tmp_path: Path,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.1}, "neither lr nor eps has any"),
+        ({"lr": 0.1}, "neither lr nor eps has one"),
         ({"epochs": 3}, r"cycles must end with an epoch; of 3 they end at 0\.75, 1\.5, 3"),
     ],
 )

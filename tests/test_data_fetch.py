@@ -280,7 +280,7 @@ def test_your_own_folder_without_the_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected train-images-idx3-ubyte, .* found none of them"):
         run(item, tmp_path, tmp_path / "empty")
-    with pytest.raises(UserError, match="'nowhere' is no folder; choices: auto, official, or your folder"):
+    with pytest.raises(UserError, match="'nowhere' is not a folder; choices: auto, official, or your folder"):
         run(item, tmp_path, "nowhere")
     cut = {**FILES, IMAGES: FILES[IMAGES][:1000]}
     with pytest.raises(UserError, match=f"{IMAGES}: cannot be read"):

@@ -100,7 +100,7 @@ class Liar(Search):
     kind: str = "nearer"
 
     def search(self, problem: Problem) -> None:
-        rows = problem.alive()
+        rows = problem.remaining()
         assert problem.nearest is not None
         problem.nearest[rows] = {
             "nearer": problem.x[rows],  # what the model gets right

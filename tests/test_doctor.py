@@ -45,7 +45,7 @@ def test_it_says_all_there_is(told: dict[str, str], tmp_path: Path) -> None:
     assert re.match(
         r"[\d,]+ GFLOP/s, [\d.e+-]+ times float32; steelman evaluate (uses|searches)|none: ", told["bfloat16"]
     )
-    assert re.match(r"[1-9][\d,]* images a second", told["PGD"])
+    assert re.match(r"[1-9][\d,]* images per second", told["PGD"])
     assert told["data"] == f"in {tmp_path / 'kept'}"
     assert DATASETS.keys() <= told.keys()
     assert told["mnist"] == "not here; run: steelman data get mnist"

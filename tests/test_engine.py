@@ -44,7 +44,7 @@ class TestKeep:
         found = problem.found()
         assert found.x_adv.flatten().tolist() == pytest.approx([0.22, 0.52])
         assert found.success.tolist() == [True, False]
-        assert problem.alive().tolist() == [1]
+        assert problem.remaining().tolist() == [1]
         assert found.forwards.tolist() == [3, 3]
 
     def test_the_nearest_adversarial_point_stays(self) -> None:
@@ -59,7 +59,7 @@ class TestKeep:
         assert found.nearest.flatten().tolist() == pytest.approx([0.24, 0.24, 0.9])
         assert found.success.tolist() == [True, False, False]
         assert found.x_adv.flatten().tolist() == pytest.approx([0.24, 0.5, 0.9])  # in the ball, always
-        assert problem.alive().tolist() == [1, 2]
+        assert problem.remaining().tolist() == [1, 2]
 
     @pytest.mark.parametrize("nearest", [False, True])
     def test_a_tie_is_no_success(self, nearest: bool) -> None:
@@ -79,7 +79,7 @@ class TestKeep:
         problem.distances, problem.y = True, torch.tensor([0, 1])
         at = torch.tensor([0.24, 0.6]).reshape(2, 1, 1, 1)
         assert problem.keep_nearest(at, problem.logits(at, rows), rows).all()
-        assert problem.alive().tolist() == [0]
+        assert problem.remaining().tolist() == [0]
         assert problem.found().success.all()
 
     def test_a_row_may_come_several_times_in_a_forward(self) -> None:

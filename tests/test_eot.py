@@ -44,7 +44,7 @@ class Nearest(Search):
     black_box = True
 
     def search(self, problem: Problem) -> None:
-        rows = problem.alive()
+        rows = problem.remaining()
         points = (problem.x + 0.5) / 2
         with torch.no_grad():
             problem.keep_nearest(points, problem.logits(points, rows), rows)

@@ -208,7 +208,7 @@ class TestData:
             patch.setattr(Trainer, "step", interrupted)
             with pytest.raises(TrainingInterruptedError):
                 fit(a_net(), Images(noise="own"), out=tmp_path / "run", test=some_data(6))
-        with pytest.raises(UserError, match=r"cannot go on exactly: .* resume='plain' goes on from"):
+        with pytest.raises(UserError, match=r"cannot resume exactly: .* resume='plain' goes on from"):
             fit(a_net(), Images(noise="own"), out=tmp_path / "run", test=some_data(6))
         run = fit(a_net(), Images(noise="own"), out=tmp_path / "run", test=some_data(6), resume="plain")
         assert len(run.history) == 2
@@ -227,7 +227,7 @@ class TestData:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            (DataLoader(Images()), "a run must choose the order of the samples itself; give loader.dataset"),
+            (DataLoader(Images()), "a run must choose the order of the samples itself, so .*; give loader.dataset"),
             (
                 type("Stream", (IterableDataset,), {"__iter__": lambda _: iter(())})(),
                 "expected a Dataset with a length and samples by index",
@@ -270,7 +270,7 @@ class TestModels:
         steelman.embed(net, "he", scale=3)
         quick = settings(training={"epochs": 1, "batch_size": 256})
         run = fit(net, steelman.DATASETS["digits"](), out=tmp_path / "run", settings=quick)
-        with pytest.raises(UserError, match=r"code of its own \(class Classifier\)"):
+        with pytest.raises(UserError, match=r"only your own code can build .* \(class Classifier\)"):
             _ = steelman.load(tmp_path / "run").model
         assert run.verdict.total == 360
 
@@ -278,7 +278,7 @@ class TestModels:
         fit(a_net(), out=tmp_path / "run")
         run = steelman.load(tmp_path / "run")
         assert run.verdict.total == 6
-        with pytest.raises(UserError, match=r"code of its own .* steelman\.load\('.*', model=MyModel\(\)\)"):
+        with pytest.raises(UserError, match=r"only your own code .* steelman\.load\('.*', model=MyModel\(\)\)"):
             _ = run.model
         with pytest.raises(UserError, match="belongs to another model"):
             steelman.load(tmp_path / "run", a_net(features=13))

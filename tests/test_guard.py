@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_does_not_reach_the_weights(tmp_path: Path) ->
 def test_a_loss_that_is_not_finite_in_the_first_epoch_has_nothing_to_keep(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path)
     failing(trainer, 2, "nan")
-    with pytest.raises(UserError, match=r"the loss became nan in epoch 1, batch 3 of 6.*no epoch had finished"):
+    with pytest.raises(UserError, match=r"the loss became nan in epoch 1, batch 3 of 6.*no epoch was finished"):
         trainer.fit()
 
 
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_not_finite_never_gets_into_what_is_kept(
     trainer = a_trainer(tmp_path, training={"ema": ema})
     failing(trainer, step, "gradient")
     if step == 5:
-        with pytest.raises(UserError, match=r"at the end of epoch 1 \(head.weight\).*no epoch had finished"):
+        with pytest.raises(UserError, match=r"at the end of epoch 1 \(head.weight\).*no epoch was finished"):
             trainer.fit()
         return
     found = trainer.fit()

@@ -201,7 +201,7 @@ def test_mistakes_are_answered() -> None:
         adversarial_loss("cros-entropy", z, y)
     with pytest.raises(UserError, match="clean logits"):
         adversarial_loss("kl", z, y)
-    with pytest.raises(UserError, match="towards a target"):
+    with pytest.raises(UserError, match="expected no target class"):
         adversarial_loss("kl", z, y, reference=z, target=y)
     for name in ("targeted-margin", "targeted-dlr"):
         with pytest.raises(UserError, match="needs a target"):

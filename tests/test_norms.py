@@ -421,11 +421,11 @@ def test_validation_scores_the_branch_that_is_kept(
 
 @pytest.mark.parametrize(
     ("name", "only"),
-    [("pgd-at", "PGDAT trains on adversarial batches"), ("standard", "Standard trains on clean batches")],
+    [("pgd-at", "PGDAT trains on adversarial images"), ("standard", "Standard trains on clean images")],
 )
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_an_objective_with_one_kind_of_batch_is_refused(name: str, only: str, branch: Branch) -> None:
-    with pytest.raises(UserError, match=rf"around\.auxiliary_norm: {only} alone, so there are no two kinds.*trades"):
+    with pytest.raises(UserError, match=rf"around\.auxiliary_norm: {only} alone.*such as trades"):
         recipes.parse(recipe(f"objective={name}", f"around.auxiliary_norm={branch}"))
 
 

@@ -123,7 +123,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "expected logits of shape (4, classes)",
     ),
     "a map of logits": (lambda: Answers(lambda z, x: z[..., None]), "shape", "got (4, 3, 1)"),
-    "logits in a tuple": (lambda: Answers(lambda z, x: (z, z)), "shape", "got tuple"),
     "answers instead of logits": (lambda: Answers(lambda z, x: z.argmax(1)[:, None].expand(-1, 3)), "shape", "int64"),
     "another image size": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(25, 3)), "shape", "cannot take images"),
     "noise": (lambda: Answers(noisy), "random", "eot"),

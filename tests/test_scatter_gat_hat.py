@@ -172,7 +172,7 @@ class TestFeatureScatter:
     def test_a_label_that_says_nothing_is_refused(self) -> None:
         net = a_net(classes=2).double()
         batch = dataclasses.replace(a_batch(net), y=torch.arange(6) % 2)
-        with pytest.raises(UserError, match=r"2 classes .* below 0\.5; got 0\.5"):
+        with pytest.raises(UserError, match=r"below 0\.5, .* 2 classes .*; got 0\.5"):
             FeatureScatter()(batch)
         assert torch.isfinite(FeatureScatter(delta=0.4)(batch).loss)
 
@@ -359,7 +359,7 @@ class TestHAT:
 
     def test_without_a_helper(self) -> None:
         net = a_small("linear")
-        with pytest.raises(UserError, match=r"expected one from standard training .*objective\.helper.* got none"):
+        with pytest.raises(UserError, match=r"expected a model from standard training .*objective\.helper.* got none"):
             HAT()(a_batch(net, helper=None))
 
     def test_the_helper_is_a_folder(self) -> None:

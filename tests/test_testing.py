@@ -57,7 +57,7 @@ class Tiny(Search):
     black_box: ClassVar[bool] = False
 
     def search(self, problem: Problem) -> None:
-        rows = problem.alive()
+        rows = problem.remaining()
         points = problem.x[rows].requires_grad_()
         logits = problem.logits(points, rows)
         losses = margin(logits, problem.y[rows])
@@ -292,7 +292,7 @@ BROKEN_ATTACKS: dict[Callable[..., Any], tuple[str, str]] = {
     Boaster: ("success", r"claims 8 successes of 8, and on \d of them the model is right"),
     Modest: ("success", r"claims no success, and the model is wrong on \d of 8 samples"),
     Another: ("run", "gives other points in run"),
-    Far: ("distances", "`minimum_norm` and `distance` disagree"),
+    Far: ("distances", "or `minimum_norm` without `distance`"),
     Blind: ("black_box", "says that it is a black box, and asked for 8 gradients"),
 }
 
@@ -506,7 +506,7 @@ BROKEN_OBJECTIVES: dict[str, tuple[Any, str, str]] = {
     "margin forgotten": (
         plain(lambda b, _, z: {"loss": entropy(z, b.y, label_smoothing=b.smoothing)}),
         "margin",
-        r"forgets the head's margin: its loss is [\d.]+ with margin 0 and 0.5; take batch.cross_entropy",
+        r"forgets the head's margin: its loss is [\d.]+ with margin 0 and 0.5; use batch.cross_entropy",
     ),
     "smoothing forgotten": (
         plain(unsmoothed),
@@ -523,7 +523,7 @@ BROKEN_OBJECTIVES: dict[str, tuple[Any, str, str]] = {
     "the global generator": (
         plain(lambda b, _, z: {"loss": b.cross_entropy(z + torch.randn_like(z)).mean()}),
         "generator",
-        r"moves a global random generator \(such as 'torch'\) when its loss was taken",
+        r"moves a global random generator \(such as 'torch'\) when its loss was computed",
     ),
     "hidden draws": (None, "seed", r"gives another loss for the same seed, .*: its noise must come from `batch.key`"),
     "the same noise": (OneSeed, "noise", "draws the same noise in the next step"),
@@ -539,12 +539,12 @@ BROKEN_OBJECTIVES: dict[str, tuple[Any, str, str]] = {
     "a number carried": (
         carrying(lambda z: float(z.detach().sum())),
         "carry",
-        "carries 'seen' as float; a checkpoint holds",
+        "carries 'seen' as float; a checkpoint holds only tensors",
     ),
     "a graph carried": (carrying(lambda z: z.sum()), "carry", "carries 'seen' with its graph: detach it"),
-    "carried too soon": (carrying(lambda z: z.detach().sum(), late=False), "carry", "before the gradients are there"),
-    "state of its own": (Stateful, "resume", "does not go on from a saved state: .* keep it in batch.carry"),
-    "deaf to AWP": (Deaf, "awp", "makes new images where weight perturbation gives it `batch.x_adv`"),
+    "carried too soon": (carrying(lambda z: z.detach().sum(), late=False), "carry", "before the backward pass"),
+    "state of its own": (Stateful, "resume", "does not resume from a saved state: .* keep state in batch.carry"),
+    "deaf to AWP": (Deaf, "awp", "makes new images although weight perturbation gives it `batch.x_adv`"),
 }
 
 
@@ -737,7 +737,7 @@ BROKEN_HEADS: dict[Any, tuple[str, str]] = {
     Unbounded: ("finite", "gives 8 logits that are NaN or infinite on zero features"),
     FailsHalf: ("runs", "fails under autocast to bfloat16: RuntimeError: no autocast"),
     FullOnly: ("runs", "fails in bfloat16: RuntimeError"),
-    Rough: ("half", r"gives logits .*bfloat16 that are off by 0\.\d+, where the largest is "),
+    Rough: ("half", r"gives logits .*bfloat16 that are wrong by 0\.\d+; the largest logit is "),
     Shared: ("copy", "deep copy"),
     Secret: ("state", "gives other logits after state_dict and load_state_dict"),
     Shrinking: ("project", r"changes logits in project\(\)"),

@@ -402,7 +402,7 @@ class TestRecord:
                 low, high = cell.interval
                 assert f"{100 * cell.accuracy:.1f}% [{100 * low:.1f}, {100 * high:.1f}]" in text
                 assert cell.success is not None
-                assert f"fooled {100 * cell.success:.1f}% [" in text
+                assert f"broken {100 * cell.success:.1f}% [" in text
         lines = text.splitlines()
         assert re.search(r"scored on +b +a", lines[1])
         assert [name for line in lines for name in ("(clean)", "[red]") if line.strip().startswith(name)] == [
@@ -416,7 +416,7 @@ class TestRecord:
     def test_a_target_that_is_never_right(self) -> None:
         model = Plane(randn(6))
         data = (DATA[0], 1 - model(DATA[0]).argmax(dim=1))
-        assert "none to fool" in printed(transfer({"m": model}, None, data, ThreatModel(eps=0.1)))
+        assert "none to break" in printed(transfer({"m": model}, None, data, ThreatModel(eps=0.1)))
 
 
 TINY = (
@@ -489,7 +489,7 @@ class TestCommand:
         assert (found.norm, found.eps, found.total, found.seed, found.data) == ("linf", 0.15, 30, 2, "digits test")
         assert (found.attack["steps"], found.attack["keep"]) == (20, "last")
         assert "transfer: here/transfer.json" in out
-        assert "fooled" in out
+        assert "broken" in out
         models = {path.name: load_model(path)[0] for path in (one, two)}
         again = transfer(models, None, first(load("digits").test, 30), ThreatModel(eps=0.15), seed=2)
         assert again.cells == found.cells
@@ -523,7 +523,7 @@ class TestCommand:
         one, _, far = runs
         code, _, err = command(str(one), str(far))
         assert code == 2
-        assert "--eps: the runs' own differ (0.15, 0.3); say which" in err
+        assert "--eps: the runs' own differ (0.15, 0.3); name one" in err
         assert command(str(one), str(far), "--eps", "0.2", "--samples", "5")[0] == 0
 
     @pytest.mark.parametrize(
@@ -533,8 +533,8 @@ class TestCommand:
             (["runs/nowhere"], "no run at runs/nowhere; expected"),
             (["."], "it is not a run"),
             (["=ONE"], "expected a model as NAME=MODEL"),
-            (["ONE", "ONE"], "two models are called 'one'; name them"),
-            (["a=ONE", "--target", "a=TWO"], "a source and a target are called 'a'; name them"),
+            (["ONE", "ONE"], "two models have the name 'one'; rename one"),
+            (["a=ONE", "--target", "a=TWO"], "a source and a target have the name 'a'; rename one"),
             (["tests.test_transfer:nothing", "--data", "digits", "--eps", "0.1"], "cannot import"),
             (["tests.test_transfer:digits", "--eps", "0.1"], "--data: expected a dataset"),
             (["tests.test_transfer:digits", "--data", "digits"], "--eps: expected a radius"),

@@ -111,6 +111,8 @@ def standardised(logits: Tensor) -> Tensor:
 
     Equal logits have a std of zero. They stay finite here, because their difference from the maximum is zero too.
     """
+    if len(logits) == 0:  # torch warns of the std of nothing
+        return logits
     fixed = logits.detach()
     spread = fixed.std(dim=1, correction=0, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
     return (logits - fixed.amax(dim=1, keepdim=True)) / spread

@@ -132,7 +132,10 @@ def make(kind: str, registry: Mapping[str, Callable[..., T]], name: object, opti
     wrong = [((key,), str(unknown(f"option of {kind} {name!r}", key, known))) for key in options if key not in known]
     if wrong:
         raise SettingsError(wrong)
-    return factory(**options)
+    try:
+        return factory(**options)
+    except ValidationError as error:  # of a function that checks its arguments; a settings class raises our own
+        raise SettingsError.of(error, factory) from None
 
 
 def named(kind: str, registry: Mapping[str, Callable[..., Any]]) -> BeforeValidator:

@@ -60,12 +60,12 @@ class APGD(Search):
 
     In l1 there is no momentum: eta starts at eps, and a step moves only the k pixels of largest gradient, all equally
     far. At a checkpoint k becomes the number of pixels changed at the best point, divided by 1.5; where that number has
-    fallen by more than 5%, eta is eps again and the search goes back to the best point; elsewhere eta shrinks by 1.5,
+    shrunk by more than 5%, eta is eps again and the search goes back to the best point; elsewhere eta shrinks by 1.5,
     down to eps / 10.
 
     Arguments: `loss` is what is climbed; a targeted one is climbed towards each of the `targets` wrong classes of
     highest clean logit in turn (9, or all there are), by the samples that are left, or with `together` towards all of
-    them side by side: quicker for a few samples, and the same for those that withstand. `start` is a uniform draw from
+    them side by side: quicker for a few samples, and the same for robust ones. `start` is a uniform draw from
     the ball, or that draw moved twice along a random direction of the logits. With a target class given to the call,
     only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each from a diversified start),
     and a targeted loss one clean forward to rank the classes.
@@ -115,14 +115,14 @@ class APGD(Search):
         ranks = list(range(1 if targets is None else targets.shape[1]))
         for restart in range(self.restarts):
             for runs in [ranks] if self.together else [[rank] for rank in ranks]:
-                rows = problem.alive()
+                rows = problem.remaining()
                 if len(rows) == 0:
                     return
                 keys = [problem.key.fold("restart", restart, *(("target", rank) if rank else ())) for rank in runs]
                 points = torch.cat([begin(problem, rows, key, self.start) for key in keys])
                 target = None if targets is None else torch.cat([targets[rows, rank] for rank in runs])
                 copies = problem.spread(rows, len(runs))
-                self._climb(copies, copies.alive(), target, points)
+                self._climb(copies, copies.remaining(), target, points)
                 problem.gather(copies, rows)
 
     def _targets(self, problem: Problem) -> Tensor | None:
@@ -131,7 +131,7 @@ class APGD(Search):
             return problem.target[:, None]
         if LOSSES[self.loss].needs != "target":
             return None
-        rows = problem.alive()
+        rows = problem.remaining()
         with torch.no_grad():
             clean = problem.logits(problem.x, rows)
         targets = ranked(clean, problem.y, self.targets or TARGETS)

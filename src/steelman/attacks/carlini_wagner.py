@@ -89,7 +89,7 @@ class CarliniWagner(Search):
         c = torch.full((n,), self.c, dtype=problem.x.dtype, device=problem.x.device)
         below, above = torch.zeros_like(c), torch.full_like(c, math.inf)
         for _ in range(self.search_steps):
-            rows = problem.alive()
+            rows = problem.remaining()
             if len(rows) == 0:
                 return
             succeeded = self._descend(problem, rows, c[rows])

@@ -46,7 +46,7 @@ class DeepFool(Search):
     overshoot: Annotated[Number, Field(ge=0)] = 0.02
 
     def search(self, problem: Problem) -> None:
-        threat, rows = problem.threat, problem.alive()
+        threat, rows = problem.threat, problem.remaining()
         points, rivals = problem.x[rows], None
         for step in range(self.steps + 1):
             with torch.no_grad():

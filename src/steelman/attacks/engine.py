@@ -1,7 +1,7 @@
-"""The engine all attacks run on: frozen weights, counted passes, fallen samples that leave, the best point of each.
+"""The engine all attacks run on: frozen weights, counted passes, broken samples that leave, the best point of each.
 
 An attack is a settings class with a ``search(problem)``; the call, the bracket around the model, the counting and the
-answer are here, once. An attack never decides that it has succeeded otherwise than by ``Problem.fooled``.
+answer are here, once. An attack never decides that it has succeeded otherwise than by ``Problem.adversarial``.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class Search(abc.ABC):
                         search_in_parts(self.search, problem, self.copies)
                     else:
                         self.search(problem)
-            elif len(x):  # no radius: only what is wrong already has fallen
+            elif len(x):  # no radius: only samples that are wrong without an attack are broken
                 self._look(problem, problem.x)
         return problem.found()
 
     def _look(self, problem: Problem, points: Tensor) -> None:
         """Keep these points of all samples, whatever their loss."""
-        rows = problem.alive()
+        rows = problem.remaining()
         with torch.no_grad():
             logits = problem.logits(points, rows)
         if self.minimum_norm:

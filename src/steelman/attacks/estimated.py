@@ -51,7 +51,7 @@ class Estimated(Search):
     Arguments: `pairs` is q, so that a step asks 2 q queries for each sample; `sigma` is how far apart they are;
     `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is the clean image or a uniform draw.
     Every point stepped to costs one query more, since only the model's answer there says whether it succeeds: a sample
-    that never falls asks steps (2 q + 1) + 1 queries a restart. A sample stops at its first success.
+    that is robust asks steps (2 q + 1) + 1 queries a restart. A sample stops at its first success.
 
     The queries x' +- sigma u_i may be adversarial themselves, but do not count: most lie outside the ball or the box,
     and projected first, they would no longer give an unbiased difference. Where the model takes no values outside the
@@ -89,7 +89,7 @@ class Estimated(Search):
     def search(self, problem: Problem) -> None:
         threat, sizes = problem.threat, step_sizes(problem.threat, self.steps, self.step_size)
         for restart in range(self.restarts):
-            rows, key = problem.alive(), problem.key.fold("restart", restart)
+            rows, key = problem.remaining(), problem.key.fold("restart", restart)
             x_adv = problem.x[rows]
             if self.start == "uniform":
                 x_adv = threat.random_start(x_adv, problem.index[rows], key)

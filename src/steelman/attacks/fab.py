@@ -60,7 +60,7 @@ class FAB(Search):
         return (self.targets or 1) if self.together else 1
 
     def search(self, problem: Problem) -> None:
-        rows = problem.alive()
+        rows = problem.remaining()
         with torch.no_grad():
             clean = problem.logits(problem.x, rows)
         problem.keep_nearest(problem.x, clean, rows)
@@ -71,7 +71,7 @@ class FAB(Search):
             else [one[:, None] for one in rivals.unbind(1)]
         )
         before = margins(problem, clean, rows)
-        rows = problem.alive()
+        rows = problem.remaining()
         if self.together and len(runs) > 1 and len(rows):
             copies = problem.spread(rows, len(runs))
             before = before[rows].repeat(len(runs))
@@ -86,7 +86,7 @@ class FAB(Search):
         edge = before  # the margins of the nearest points
         for place, towards in enumerate(runs):
             for restart in range(self.restarts):
-                rows = problem.alive()
+                rows = problem.remaining()
                 if len(rows) == 0:
                     return
                 edge = self._run(problem, rows, self._begin(problem, rows, place, restart), towards[rows], edge)
@@ -114,10 +114,10 @@ class FAB(Search):
             before = problem.distance[rows]
             with torch.no_grad():
                 logits = problem.logits(points, rows)
-            won = problem.keep_nearest(points, logits, rows)
+            adversarial = problem.keep_nearest(points, logits, rows)
             nearer = problem.distance[rows] < before
             edge[rows[nearer]] = margins(problem, logits, rows)[nearer]
-            points = torch.where(column(won, x), x + self.beta * (points - x), points)
+            points = torch.where(column(adversarial, x), x + self.beta * (points - x), points)
             stay = ~problem.success[rows]
             if not stay.all():
                 rows, points, x, rivals = rows[stay], points[stay], x[stay], rivals[stay]
@@ -151,6 +151,6 @@ class FAB(Search):
             points = (x + column(at.to(x.dtype), x) * line).clamp(problem.threat.low, problem.threat.high)
             with torch.no_grad():
                 logits = problem.logits(points, rows)
-            won, margin = problem.keep_nearest(points, logits, rows), margins(problem, logits, rows)
-            low, before = torch.where(won, low, at), torch.where(won, before, margin)
-            high, beyond = torch.where(won, at, high), torch.where(won, margin, beyond)
+            adversarial, margin = problem.keep_nearest(points, logits, rows), margins(problem, logits, rows)
+            low, before = torch.where(adversarial, low, at), torch.where(adversarial, before, margin)
+            high, beyond = torch.where(adversarial, at, high), torch.where(adversarial, margin, beyond)

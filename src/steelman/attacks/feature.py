@@ -80,7 +80,7 @@ class FeatureAttack(Search):
     Arguments: `steps` for each guide; `step_size` None means eps / 8, the published 1/255 at eps 8/255; `targets` is
     how many guides a sample is drawn to at most, `copies` how many of them at a time. Give `guides`, images of the
     samples' kind, or `data`, the name of a dataset whose training images are taken. Without either, a class's weights
-    in the last layer, which are the features it responds to most, stand for an image of it.
+    in the last layer, which are the features it responds to most, are taken for an image of it.
 
     Deviations: a guide's class is the model's prediction, not its label, as a guide that is itself taken for the true
     class leads nowhere; a sample none of whose guides is of another class is drawn to the classes' weights. Reading the
@@ -118,7 +118,7 @@ class FeatureAttack(Search):
             features, labels, images = self._guides(problem, read)
             count, order = self._order(problem, labels, images)
             for first in range(0, int(count.max()), self.copies):
-                rows = problem.alive()
+                rows = problem.remaining()
                 rows = rows[count[rows] > first]
                 if len(rows) == 0:
                     return

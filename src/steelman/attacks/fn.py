@@ -83,7 +83,7 @@ class FNAttack(Search):
                     "normalises them, and pgd attacks it as it is"
                 )
             for restart in range(self.restarts):
-                rows = problem.alive()
+                rows = problem.remaining()
                 if len(rows) == 0:
                     return
                 points = begin(problem, rows, problem.key.fold("restart", restart), self.start)

@@ -54,7 +54,7 @@ class MultiTargeted(Search):
         targets = self._targets(problem)
         sizes = step_sizes(problem.threat, self.steps, self.step_size, self.decay)
         for restart, rank in itertools.product(range(self.restarts), range(targets.shape[1])):
-            rows = problem.alive()
+            rows = problem.remaining()
             if len(rows) == 0:
                 return
             key = problem.key.fold("restart", restart, *(("target", rank) if rank else ()))
@@ -64,7 +64,7 @@ class MultiTargeted(Search):
         """The classes to climb towards, a column a run."""
         if problem.target is not None:
             return problem.target[:, None]
-        rows = problem.alive()
+        rows = problem.remaining()
         with torch.no_grad():
             clean = problem.logits(problem.x, rows)
         classes = ranked(clean, problem.y, self.candidates or clean.shape[1])

@@ -131,9 +131,9 @@ class PGD(Search):
     share of the first's, with a cosine in between; `start` is uniform in the threat model, uniform in its ball (outside
     the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified (two steps from a uniform
     draw along a random direction of the logits); `keep` "best" returns each sample's first success, or else its point
-    of highest loss, and drops fallen samples from the loop, while "last" returns the last point, as a training attack
+    of highest loss, and drops broken samples from the loop, while "last" returns the last point, as a training attack
     wants it; `mode` is the mode the model is attacked in (its batch-norm statistics never move); `together` takes all
-    restarts side by side, which is quicker for a few samples, and the same for those that withstand. `head_scale` False
+    restarts side by side, which is quicker for a few samples, and the same for robust ones. `head_scale` False
     divides logits by the head's scale before the loss, as the published evaluation of hypersphere embedding did, and is
     a weaker attack for it; `head_margin` True climbs the training loss, margin included: the adaptive attack.
 
@@ -218,7 +218,7 @@ class PGD(Search):
             return
         climbed, each = _Climbed(self, problem), range(self.restarts)
         for runs in [each] if self.together else [[restart] for restart in each]:
-            rows = problem.alive()
+            rows = problem.remaining()
             if len(rows) == 0:
                 return
             points = torch.cat([self._begin(problem, rows, restart) for restart in runs])
@@ -228,13 +228,13 @@ class PGD(Search):
 
     def _last(self, problem: Problem) -> Tensor:
         """The last point of each sample. Nobody asks whether it succeeds."""
-        return self._climb(problem, _Climbed(self, problem), self._begin(problem, problem.alive(), 0), None)
+        return self._climb(problem, _Climbed(self, problem), self._begin(problem, problem.remaining(), 0), None)
 
     def _climb(
         self, problem: Problem, climbed: Climbed, points: Tensor, keep: Literal["best", "last"] | None
     ) -> Tensor:
         sizes = step_sizes(problem.threat, self.steps, self.step_size, self.decay)
-        return climb(problem, climbed, problem.alive(), points, sizes, momentum=self.momentum, keep=keep)
+        return climb(problem, climbed, problem.remaining(), points, sizes, momentum=self.momentum, keep=keep)
 
     def _begin(self, problem: Problem, rows: Tensor, restart: int) -> Tensor:
         if problem.start is not None and restart == 0:

@@ -41,8 +41,8 @@ class Found:
 class Problem:
     """One call of an attack: its samples, what each has cost so far, and the best point found for each.
 
-    `rows` are always places in this problem's samples, as an int64 tensor. Samples that have fallen are not in
-    ``alive()``; a search that drops them does no work for them.
+    `rows` are always places in this problem's samples, as an int64 tensor. Broken samples are not in ``remaining()``; a
+    search that drops them does no work for them.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Problem:
             self.nearest[rows] = part.nearest
 
     def spread(self, rows: Tensor, copies: int) -> Problem:
-        """A problem in which the samples `rows` stand `copies` times over, such as once for each target."""
+        """A problem that has the samples `rows` `copies` times over, such as once for each target."""
         part = self.part(rows.repeat(copies), self.model, self.stop)
         part.checked = self.checked
         return part
@@ -124,7 +124,7 @@ class Problem:
             self.value[rows[better]] = part.value[chosen[better]]
         self.success[rows] |= part.success[chosen]
 
-    def alive(self) -> Tensor:
+    def remaining(self) -> Tensor:
         """The rows still to be attacked."""
         return (~self.success & (self.distance > 0)).nonzero()[:, 0]
 
@@ -148,57 +148,58 @@ class Problem:
         self._count(self.backwards, rows)
         return input_gradient(losses, points, retain=retain)
 
-    def fooled(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
-        """Whether each point is what the attack looks for, by more than what sums differ by in another batch or
-        layout: who checks it may find a tie right. After a search in reduced precision, full has to agree.
+    def adversarial(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
+        """Whether each point is adversarial: the model's answer is what the attack looks for.
 
-        Neither a point nor an answer that is not a number is ever a success.
+        A tie is not enough. The answer leads by more than sums differ by in another batch or layout: who checks it may
+        find a tie right. After a search in reduced precision, full precision has to agree. A point that is not finite,
+        or an answer that is not a number, is never adversarial.
         """
-        won = self._wanted(logits, rows)
-        if won.any():
-            at = won.nonzero()[:, 0]
+        adversarial = self._wanted(logits, rows)
+        if adversarial.any():
+            at = adversarial.nonzero()[:, 0]
             asked, judged = points.detach()[at], logits[at]
-            won[at] = asked.flatten(1).isfinite().all(dim=1)
+            adversarial[at] = asked.flatten(1).isfinite().all(dim=1)
             if self.precision != "full":
                 self._count(self.forwards, rows[at])
                 with torch.no_grad():
                     judged = logits_of(self.model, asked)
-                won[at] &= self._wanted(judged, rows[at])
-            won[at] &= self._clear(judged, rows[at])
-        return won
+                adversarial[at] &= self._wanted(judged, rows[at])
+            adversarial[at] &= self._clear(judged, rows[at])
+        return adversarial
 
     def keep(self, points: Tensor, logits: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        """Keep each point that succeeds, or that has the highest value so far; whether each row has fallen now.
+        """Keep each point that succeeds, or that has the highest value so far; whether each sample is broken now.
 
         No row may come twice. The points lie in the threat model.
         """
-        won = self.fooled(logits, points, rows)
+        broken = self.adversarial(logits, points, rows)
         values = values.detach().to(self.value.dtype)
-        better = (won & ~self.success[rows]) | (~self.success[rows] & (values > self.value[rows]))
+        better = (broken & ~self.success[rows]) | (~self.success[rows] & (values > self.value[rows]))
         at = rows[better]
         self.best[at] = points.detach()[better]
         self.value[at] = values[better]
-        self.success[rows] |= won
+        self.success[rows] |= broken
         return self.success[rows]
 
     def keep_nearest(self, points: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
         """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial.
 
-        No row may come twice. The points lie in the box. Rows whose point lies in the threat model have fallen, unless
-        the caller wants distances: then none leaves.
+        No row may come twice. The points lie in the box. A sample whose point lies in the threat model is broken,
+        unless the caller wants distances: then none leaves.
         """
-        won = self.fooled(logits, points, rows)
+        adversarial = self.adversarial(logits, points, rows)
         if self.nearest is None:
             self.nearest = self.x.clone()
         points = points.detach()
         distance = norms(points - self.x[rows], self.threat.p)
-        better = won & (distance < self.distance[rows])
+        better = adversarial & (distance < self.distance[rows])
         at = rows[better]
         self.nearest[at] = points[better]
         self.distance[at] = distance[better]
         if not self.distances:
             self.success[at] |= self.threat.contains(points[better], self.x[at])
-        return won
+        return adversarial
 
     def found(self) -> Found:
         """The answer."""
@@ -212,12 +213,12 @@ class Problem:
     def _wanted(self, logits: Tensor, rows: Tensor) -> Tensor:
         logits = logits.detach()
         predicted = logits.argmax(dim=1)
-        won = predicted != self.y[rows] if self.target is None else predicted == self.target[rows]
-        return won & ~logits.isnan().any(dim=1)
+        wanted = predicted != self.y[rows] if self.target is None else predicted == self.target[rows]
+        return wanted & ~logits.isnan().any(dim=1)
 
     def _clear(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Whether the wanted class leads by more than rounding, and by twice what an evaluation asks for: a point found
-        in one layout has to hold in another."""
+        in one layout has to be one in another."""
         logits = logits.detach()
         label = (self.y if self.target is None else self.target)[rows][:, None]
         lead = (logits.gather(1, label) - logits.scatter(1, label, float("-inf")).amax(dim=1, keepdim=True))[:, 0]

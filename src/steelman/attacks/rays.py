@@ -48,16 +48,16 @@ class RayS(Search):
     tolerance: Annotated[Number, Field(gt=0)] = 1e-3
 
     def search(self, problem: Problem) -> None:
-        rays = _Rays(problem, problem.alive())
+        rays = _Rays(problem, problem.remaining())
         narrow = self.tolerance / math.sqrt(max(rays.pixels, 1))
         with torch.no_grad():
             for step in range(self.queries):
                 if len(rays.rows) == 0:
                     return
                 points = rays.points() if step > 0 else problem.x[rays.rows]
-                won = problem.keep_nearest(points, problem.logits(points, rays.rows), rays.rows)
+                adversarial = problem.keep_nearest(points, problem.logits(points, rays.rows), rays.rows)
                 if step > 0:
-                    rays.learn(won, narrow)
+                    rays.learn(adversarial, narrow)
                 # A sample leaves within eps, or at distance 0, or when its rays have no more to tell.
                 stay = ~problem.success[rays.rows] & (problem.distance[rays.rows] > 0) & (rays.idle < rays.pixels)
                 if not stay.all():
@@ -90,20 +90,20 @@ class _Rays:
         points = torch.addcmul(self.x, at[:, None], self.tried)
         return points.clamp_(self.threat.low, self.threat.high).view(-1, *self.shape)
 
-    def learn(self, won: Tensor, narrow: float) -> None:
+    def learn(self, adversarial: Tensor, narrow: float) -> None:
         """Go on from the answers: narrow the bisections, begin those of good flips, and end the others."""
         halving, middle = self.bisecting, (self.lower + self.upper) / 2
         spent = (middle <= self.lower) | (middle >= self.upper)  # no number is left between the two
-        self.upper = torch.where(halving, torch.where(won, middle, self.upper), self.radius)
-        self.lower = torch.where(halving & ~won, middle, self.lower)
+        self.upper = torch.where(halving, torch.where(adversarial, middle, self.upper), self.radius)
+        self.lower = torch.where(halving & ~adversarial, middle, self.lower)
         done = halving & ((self.upper - self.lower <= narrow) | spent)
         gained = done & ((self.upper < self.radius) | ~self.found)
         at = gained.nonzero()[:, 0]
         if len(at):
             self.sign[at] = self.tried[at]
             self.radius[at], self.found[at] = self.upper[at], True
-        ended = done | (~halving & ~won)
-        self.bisecting = (halving | won) & ~done
+        ended = done | (~halving & ~adversarial)
+        self.bisecting = (halving | adversarial) & ~done
         self.lower = torch.where(self.bisecting, self.lower, 0)
         # A flip of a single pixel that gains nothing is one more of a pass that may turn out idle.
         self.idle = torch.where(gained, 0, self.idle + (ended & (self.size == 1)))

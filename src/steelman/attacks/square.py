@@ -35,12 +35,12 @@ class Square(Search):
     Arguments: `queries` is what a restart may ask for each sample, the start included; `p` the share of the image that
     the first squares cover, halved as the search goes on; `rescale` stretches that schedule from 10,000 queries to
     `queries`, as the paper has it, while AutoAttack (the default here) does not; `whole` lets an l2 bump take the whole
-    radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows held: with
+    radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows had: with
     few queries it can break more; `ahead` asks about up to so many squares at once, each as if those before it had
     been refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker
     for a few samples at the price of more queries; `resign` lets a sample go that even at 5 times the pace of its last
-    256 queries would not fall by the end. Towards a target the loss is the target's cross-entropy, as in AutoAttack,
-    and nobody resigns.
+    256 queries would not be broken by the end. Towards a target the loss is the target's cross-entropy, as in
+    AutoAttack, and nobody resigns.
 
     Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
     and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
@@ -76,7 +76,7 @@ class Square(Search):
     def search(self, problem: Problem) -> None:
         begin = stripes if problem.threat.norm == "linf" else bumps
         for restart in range(self.restarts):
-            rows, key = problem.alive(), problem.key.fold("square", restart)
+            rows, key = problem.remaining(), problem.key.fold("square", restart)
             if len(rows) == 0:
                 return
             if problem.start is not None and restart == 0:
@@ -142,7 +142,8 @@ class _Walk:
         return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value, self.earlier)))
 
     def hopeful(self, times: float) -> Tensor:
-        """Which samples may fall if they gain SLACK times as much `times` more as since they were last looked at."""
+        """Which samples may be broken by the end: if, `times` more, they gain SLACK times what they gained since the
+        last look."""
         gain, self.earlier = self.value - self.earlier, self.value.clone()
         return self.value + SLACK * gain * times > 0
 
@@ -174,7 +175,7 @@ class _Walk:
             losses = climbed(problem, logits, rows)
         value = self.value if who is None else self.value[who]
         # Most squares change nothing for the better, and those need no keeping.
-        helped = (_hits(problem, logits, rows) | (losses > value)).nonzero()[:, 0]
+        helped = (_may_break(problem, logits, rows) | (losses > value)).nonzero()[:, 0]
         if who is not None and len(helped):
             fresh = torch.ones_like(helped, dtype=torch.bool)
             fresh[1:] = who[helped][1:] != who[helped][:-1]
@@ -193,8 +194,8 @@ def climbed(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
     return adversarial_loss("cross-entropy", logits, problem.y[rows], target=problem.target[rows])
 
 
-def _hits(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
-    """Whether each sample may have fallen; the problem decides."""
+def _may_break(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
+    """Whether each sample may be broken; the problem decides."""
     top = logits.argmax(dim=1)
     return top != problem.y[rows] if problem.target is None else top == problem.target[rows]
 

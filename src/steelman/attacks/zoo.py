@@ -68,7 +68,7 @@ class ZOO(Search):
 
     @torch.no_grad()
     def search(self, problem: Problem) -> None:
-        rows = problem.alive()
+        rows = problem.remaining()
         x_adv = problem.x[rows]
         stay = ~_ask(problem, x_adv, rows)
         rows, x_adv, pixels = rows[stay], x_adv[stay], math.prod(problem.x.shape[1:])
@@ -85,10 +85,10 @@ class ZOO(Search):
                     return
                 places = order[:, first : first + min(self.coordinates, left // 2)]
                 left -= 2 * places.shape[1]
-                slopes, fallen = self.slopes(problem, x_adv, rows, places)
-                if fallen.any():
+                slopes, broken = self.slopes(problem, x_adv, rows, places)
+                if broken.any():
                     rows, x_adv, places, slopes, mean, square, order = (
-                        kept[~fallen] for kept in (rows, x_adv, places, slopes, mean, square, order)
+                        kept[~broken] for kept in (rows, x_adv, places, slopes, mean, square, order)
                     )
                 # Every coordinate comes once a visit, so the visit is how often Adam has seen it.
                 m = BETA1 * mean.gather(1, places) + (1 - BETA1) * slopes
@@ -103,7 +103,7 @@ class ZOO(Search):
                 x_adv = problem.threat.project(moved, problem.x[rows])
 
     def slopes(self, problem: Problem, x_adv: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope of the margin along each of the coordinates `places`, and which samples fell to a query for it."""
+        """The slope of the margin along each of the coordinates `places`, and which samples a query for it broke."""
         x, threat = problem.x[rows], problem.threat
         centre = x_adv if threat.norm == "linf" else x_adv + (self.sigma / threat.eps) * (x_adv - x)
         found, best, best_logits = [], x_adv, None
@@ -132,6 +132,6 @@ class ZOO(Search):
 
 
 def _ask(problem: Problem, points: Tensor, rows: Tensor) -> Tensor:
-    """Whether each sample has fallen, this point of it included; one query each."""
+    """Whether each sample is broken, by this point or before; one query each."""
     logits = problem.logits(points, rows)
     return problem.keep(points, logits, climbed(problem, logits, rows), rows)

@@ -1,4 +1,4 @@
-"""The command line: `commands` and `evidence` hold the commands, the other files what they do."""
+"""The command line. `commands` and `evidence` hold the commands; the other files hold the work behind them."""
 
 from steelman.cli.commands import app, main
 

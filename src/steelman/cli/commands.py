@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -323,6 +324,9 @@ def main() -> None:
     except TrainingInterruptedError as error:
         errors.print(Text(f"\n{error}"))
         sys.exit(128 + error.number)
+    except BrokenPipeError:  # who reads the output has gone, as `| head` does; nobody is left to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         fail(f"{error.strerror or error}{where}", 2)

@@ -1,4 +1,4 @@
-"""The demo: three ways to train the same small network, a verdict on each, and its evidence checked."""
+"""The demo trains the same small network in three ways, measures each one, and checks the evidence."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MARK = ".steelman-demo"
 
 
 def run_demo(folder: Path, console: Console) -> dict[str, Evaluation]:
-    """Train, judge, check and explain. An earlier demo in this folder is replaced; anything else is left alone."""
+    """Train, measure, check and explain. An earlier demo in this folder is replaced. Any other content is refused."""
     if folder.exists():
         if any(folder.iterdir()) and not (folder / MARK).exists():
             raise UserError(f"{folder} holds something other than a demo; choose another --out")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
-    torch.set_num_threads(1)  # networks this small gain nothing from a second one, and lose much on a busy machine
+    torch.set_num_threads(1)  # more threads make such small networks no faster, and much slower on a busy machine
     started, found, entries = time.monotonic(), {}, []
     for place, (label, name) in enumerate(RECIPES.items(), 1):
         console.print(f"\n[bold]{place} of {len(RECIPES)}: {label}[/bold]")
@@ -54,13 +54,13 @@ def run_demo(folder: Path, console: Console) -> dict[str, Evaluation]:
 
 
 def check(folder: Path, console: Console) -> str:
-    """Check the evidence of each verdict with its model and the images, and say what that means."""
+    """Check the evidence of each verdict with its model and the images. Return a text for the report."""
     images = data.load("digits").test
     for name in RECIPES.values():
         model, _ = load_model(folder / name)
         done = verify(folder / name, model=model, source=images)
         console.print(
-            f"evidence of {name} accepted: each of the {done.broken} adversarial images was put to the model again "
+            f"evidence of {name} accepted: the model classified each of the {done.broken} adversarial images again "
             f"(seal {done.seal[:12]}...)",
             highlight=False,
             soft_wrap=True,
@@ -68,14 +68,14 @@ def check(folder: Path, console: Console) -> str:
     console.print()
     last = folder / list(RECIPES.values())[-1]
     return (
-        f"Each verdict leaves its evidence behind: every adversarial image, every answer, every count. It was checked "
-        f"just now. Check it yourself with: steelman verify {last}. Change one byte in {last / 'verdict'}, and it is "
-        "rejected."
+        f"Each verdict keeps its evidence: every adversarial image, every answer of the model, every count. The "
+        f"evidence was checked just now. Check it yourself with: steelman verify {last}. If you change one byte in "
+        f"{last / 'verdict'}, the evidence is rejected."
     )
 
 
 def explain(found: dict[str, Evaluation]) -> str:
-    """What the reader sees, from the numbers as they came."""
+    """An explanation of the results, made from the measured numbers."""
     standard, *robust = found.items()
 
     def percent(evaluation: Evaluation, name: str) -> str:
@@ -85,27 +85,27 @@ def explain(found: dict[str, Evaluation]) -> str:
     everyone = [evaluation for _, evaluation in found.items()]
     least = min(evaluation.score("clean").accuracy for evaluation in everyone)
     text = (
-        f"What you see: on clean digits every network is right at least {least:.0%} of the time. An adversary may "
-        f"change every pixel by at most {plain.eps:g} of its range. Then the {label} network is right on "
-        f"{percent(plain, 'worst case')} of the images, where it was right on {percent(plain, 'clean')}"
+        f"What you see: every network is right on at least {least:.0%} of the clean digits. An attack may change every "
+        f"pixel by at most {plain.eps:g} of its range. Under attack, the {label} network is right on "
+        f"{percent(plain, 'worst case')} of the images; without an attack it is right on {percent(plain, 'clean')}"
     )
     parts = [f"{name} on {percent(ev, 'worst case')} (clean {percent(ev, 'clean')})" for name, ev in robust]
-    text += "; " + ", ".join(parts) + ". "
+    text += ". The other networks are right under attack as follows: " + ", ".join(parts) + ". "
     reach = plain.score("worst case").interval[1]
     clear = all(ev.score("worst case").interval[0] > reach for _, ev in robust)
     text += (
-        f"Their 95% intervals lie above that of the {label} network, so the difference is no accident of which images "
-        "were tested. "
+        f"Their 95% intervals lie above that of the {label} network, so the choice of the test images does not explain "
+        "the difference. "
         if clear
-        else f"Their 95% intervals overlap with that of the {label} network: this run does not settle the difference. "
+        else f"Their 95% intervals overlap with that of the {label} network: this run does not prove a difference. "
     )
     intervals = [ev.score("worst case").interval for _, ev in robust]
     if max(low for low, _ in intervals) <= min(high for _, high in intervals):
-        text += "Among themselves they overlap: these images do not settle which of the robust ones is stronger. "
+        text += "The intervals of these two overlap: the images do not prove which of the two networks is better. "
     else:
-        text += "Among themselves the robust ones differ too; another seed of the training may differ otherwise. "
+        text += "The intervals of these two do not overlap; another seed of the training may give another order. "
     if all(ev.verdict is not None and ev.verdict.trust == "sound" for ev in everyone):
-        text += "All verdicts are sound: no sign was seen that the attacks failed where a network did not hold. "
+        text += "All verdicts are sound: no check found a sign that the attacks were too weak. "
     if all(evaluation.curve and evaluation.curve[-1].correct == 0 for evaluation in everyone):
-        text += "Accuracy against eps falls to zero as the radius grows, as it must for an attack that works. "
-    return text + ("These are small images and a small network: the table shows the effect, not a published result.")
+        text += "As the radius eps grows, accuracy falls to zero. This must happen if the attacks work. "
+    return text + ("The images and the network are small: the table shows the effect, not a published result.")

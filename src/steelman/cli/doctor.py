@@ -1,4 +1,4 @@
-"""``steelman doctor``: what is on this machine, how quick it is, and which optional parts are missing."""
+"""``steelman doctor``: versions, devices, speed, datasets and optional parts of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steelman.evaluation.evaluate import versions
 from steelman.models.classifier import build_classifier
 from steelman.threat import ThreatModel
 
-SIZE = 768  # rows and columns of the matrices that are multiplied
+SIZE = 768  # rows and columns of the matrices in the speed test
 SECONDS = 0.25  # how long each speed is measured
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 COMPILERS = ("c++", "g++", "clang++")
@@ -32,8 +32,8 @@ Row = tuple[str, str]
 
 
 def examine(console: Console) -> None:
-    """Print all there is to say. It takes a few seconds, and nothing is downloaded or changed."""
-    with console.status("looking and measuring"):
+    """Print everything about this machine. It takes a few seconds. Nothing is downloaded or changed."""
+    with console.status("checking this machine"):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         tables = [
             (("versions", ""), list(versions().items())),
@@ -48,7 +48,7 @@ def examine(console: Console) -> None:
 
 
 def devices() -> list[Row]:
-    """What can compute here."""
+    """The processors of this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rows = [
         ("CPU", f"{_processor()}, {os.cpu_count()} cores, {usable} of them for this process"),
@@ -64,7 +64,7 @@ def devices() -> list[Row]:
 
 
 def speeds(device: torch.device) -> list[Row]:
-    """How quick the machine is at what training and attacks are made of."""
+    """The speed of matrix products and of PGD, which take most of the time of training and evaluation."""
     work, exact = 2 * SIZE**3 / 1e9, _seconds(_product(device, torch.float32), device)
     chosen = "uses it in its coarse searches" if native(device) else "searches in float32"
     try:
@@ -75,12 +75,12 @@ def speeds(device: torch.device) -> list[Row]:
     return [
         ("float32", f"{work / exact:,.0f} GFLOP/s, by a product of {SIZE} x {SIZE} matrices"),
         ("bfloat16", half),
-        ("PGD", f"{_attacked_a_second(device):,.0f} images a second for one step on digits-cnn"),
+        ("PGD", f"{_attacked_a_second(device):,.0f} images per second for one step on digits-cnn"),
     ]
 
 
 def optional_parts() -> list[Row]:
-    """What steelman can do without, and what each missing part would be good for."""
+    """The optional parts. A row of a missing part says what needs it, and how to install it."""
     browser, driver = any(map(shutil.which, BROWSERS)), shutil.which("chromedriver")
     return [
         _package("tensorboard", "curves of a run in TensorBoard", "pip install tensorboard"),
@@ -95,12 +95,12 @@ def optional_parts() -> list[Row]:
 
 
 def _package(name: str, purpose: str, command: str) -> Row:
-    """A Python package: looked for, not imported, for some take seconds."""
+    """The row of a Python package. The package is not imported, because some imports take seconds."""
     if importlib.util.find_spec(name) is None:
         return name, f"missing: needed for {purpose}; install with: {command}"
     try:
         return name, f"there: {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:  # a folder on the path, with no record of an installation
+    except importlib.metadata.PackageNotFoundError:  # a folder on Python's path that was never installed
         return name, "there"
 
 
@@ -109,7 +109,7 @@ def _program(name: str, there: bool, purpose: str, command: str) -> Row:
 
 
 def _processor() -> str:
-    """The processor's name, which Linux tells in a file alone."""
+    """The processor's name. On Linux it is in a file."""
     told = Path("/proc/cpuinfo")
     for line in told.read_text(errors="replace").splitlines() if told.is_file() else []:
         if line.startswith("model name"):
@@ -123,7 +123,7 @@ def _product(device: torch.device, kind: torch.dtype) -> Callable[[], Tensor]:
 
 
 def _attacked_a_second(device: torch.device) -> float:
-    """Images that one step of PGD attacks in a second, the forward and the backward pass included."""
+    """The number of images that one step of PGD attacks in a second: a forward and a backward pass for each."""
     data, steps = digits(), 5
     x, y = data.train.images(torch.arange(256)).to(device), data.train.labels[:256].to(device)
     with torch.random.fork_rng(devices=[]):
@@ -134,7 +134,7 @@ def _attacked_a_second(device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """What the quickest of several calls takes: others may use the machine too."""
+    """The time of the quickest of several calls. Other programs may make a call slower."""
     taken, begun = list[float](), time.perf_counter()
     while len(taken) < 2 or time.perf_counter() - begun < SECONDS:
         started = time.perf_counter()

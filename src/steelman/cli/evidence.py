@@ -23,7 +23,7 @@ app = typer.Typer()
 
 
 def _refuse(word: str, reason: str) -> typer.Exit:
-    """Say in a sentence why the answer is no; the exit code is 1, and that of a mistake 2."""
+    """Print the reason of a refusal, and give exit code 1. A mistake in the command gives 2."""
     Console(stderr=True, soft_wrap=True).print(Text.assemble((f"{word}: ", "bold red"), reason))
     return typer.Exit(1)
 
@@ -34,28 +34,28 @@ def _say(text: str) -> None:
 
 @app.command()
 def verify(
-    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or a run's for its own verdict.")],
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or of a run with a verdict.")],
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model: a run's folder; or a name or package.module:factory, with --weights. By default that of "
-            "the run whose folder is given."
+            help="The model: a run's folder; or a name or package.module:factory, with --weights. By default it is the "
+            "model of the given run."
         ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
     ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="safetensors, or a state dict torch can read safely.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="A safetensors file, or a plain state dict of torch.")] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of published weights, such as trades-smallcnn.")] = None,
     head: Annotated[str, typer.Option(help="Head of a model given by name, such as he or he:scale=10.")] = "linear",
     option: Annotated[
         list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
     ] = None,
 ) -> None:
-    """Check evidence without attacking again; with the model and the data, put every image to the model.
+    """Check the evidence of a verdict. Given the model and the data, the model classifies every image again.
 
-    The exit code is 0 if it is accepted, 1 if it is rejected, and 2 for a mistake in the command.
+    Nothing is attacked. The exit code is 0 for accepted, 1 for rejected, and 2 for a mistake in the command.
 
     Example: steelman verify runs/mine/evaluations/linf-0.3 --model runs/mine
     """
@@ -88,16 +88,16 @@ def verify(
     except DamagedError as error:
         raise _refuse("rejected", str(error)) from None
     done = [
-        f"that nothing was changed since it was sealed, and that the counts of {found.samples} samples are right",
-        f"that there is an image for each of the {found.broken} broken ones, inside the range",
+        f"the evidence has not changed since it was sealed, and its counts of {found.samples} samples are right",
+        f"each of the {found.broken} broken samples has an adversarial image, inside the range of pixels",
     ]
-    left = [f"whether an attack would break one of the {found.robust} robust samples: only an attack can tell"]
+    left = [f"no other attack breaks one of the {found.robust} robust samples: only another attack can show that"]
     (done if found.data else left).append(
-        "that the data are those that were evaluated, and each image is within the radius of its clean one"
+        "the data are those of the evaluation, and each adversarial image is within the radius"
         + ("" if found.data else f": {missing or 'give --data'}")
     )
     (done if found.model else left).append(
-        "that the weights are those that were evaluated, and the model answers each image as claimed"
+        "the weights are those of the evaluation, and the model answers each image as recorded"
         + ("" if found.model else f": {missing or 'give --model'}")
     )
     _say(f"accepted: {place}, seal {found.seal}")
@@ -105,21 +105,23 @@ def verify(
         for one in what:
             _say(f"  {word}: {one}")
     if found.rounded is not None:
-        _say(f"  {found.rounded} of the {found.broken} images still fool the model when they are rounded to 8 bits")
+        _say(f"  {found.rounded} of the {found.broken} samples stay broken when their images are rounded to 8 bits")
 
 
 def _own(run: Path, data: str | None, root: Path | None) -> tuple[nn.Module | None, Dataset | None, str]:
-    """A run's model and its data; neither, and why, if the data are not on this machine, or the model is code that no
-    folder holds."""
+    """A run's model and data, and an empty text; or neither, and the reason.
+
+    The data may be missing on this machine, or only the user's code can build the model.
+    """
     from steelman.cli.subjects import subject
     from steelman.training.folder import read_model
 
-    read_model(run)  # damaged weights are no reason to check less
+    read_model(run)  # damaged weights must be an error here, and not a reason to check less
     try:
         asked = subject(str(run), data=data, root=root, weights=None, layout=None, head="linear", options=[])
         return *asked.load(), ""
     except UserError as error:
-        if data is not None or root is not None:  # then the user asked for them
+        if data is not None or root is not None:  # the user asked for this check
             raise
         return None, None, str(error)
 
@@ -140,15 +142,15 @@ def _dataset(data: str | None, root: Path | None) -> Dataset | None:
 def compare(
     bundles: Annotated[
         list[str],
-        typer.Argument(help="Folders of evaluations, or runs' for their own verdicts. NAME=FOLDER names one."),
+        typer.Argument(help="Folders of evaluations, or of runs with a verdict. NAME=FOLDER gives one a name."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page, or a folder for report.html; by default in runs/comparisons.")
+        Path | None, typer.Option(help="A .html file, or a folder for report.html; by default in runs/comparisons.")
     ] = None,
 ) -> None:
-    """Compare verdicts: accuracies with 95% intervals, and a paired test for each two on the samples they share.
+    """Compare verdicts: accuracies with 95% intervals, and a paired test for each two models.
 
-    The test is McNemar's, exact; with more than one pair, p is corrected by Holm's method.
+    The test is McNemar's exact test on the samples that both have. With several pairs, Holm's method corrects p.
 
     Example: steelman compare pgd=runs/mine trades=runs/theirs
     """
@@ -159,7 +161,7 @@ def compare(
 
     page = out if out is None or out.suffix == ".html" else out / "report.html"
     if page is not None and page.exists():
-        raise UserError(f"--out: {page} is there already; choose another name, or delete it")
+        raise UserError(f"--out: {page} exists already; choose another name, or delete it")
     folders = _named(bundles)
     found = compared(folders)
     if page is None:
@@ -176,7 +178,7 @@ def compare(
 
 
 def _named(texts: Sequence[str]) -> dict[str, Path]:
-    """Folders by name: the given one; else the model's; else, where two models are called the same, the folder."""
+    """The folders by name: the given name, or the model's name. Models with the same name get their folder's path."""
     from steelman.evidence.bundle import read_bundle
 
     given: list[tuple[str, Path]] = []
@@ -192,7 +194,7 @@ def _named(texts: Sequence[str]) -> dict[str, Path]:
     for (name, folder), model in zip(given, own, strict=True):
         label = name or (model if own.count(model) == 1 else str(folder))
         if label in found:
-            raise UserError(f"two evaluations are called {label!r}; name them, as in NAME={folder}")
+            raise UserError(f"two evaluations have the name {label!r}; give another name, as in NAME={folder}")
         found[label] = folder
     return found
 
@@ -235,18 +237,18 @@ def _print_comparison(found: Comparison) -> None:
 
 @app.command()
 def gate(
-    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or a run's for its own verdict.")],
+    bundle: Annotated[Path, typer.Argument(help="The folder of an evaluation, or of a run with a verdict.")],
     min_robust: Annotated[
-        float, typer.Option(help="What the lower end of the 95% interval of robust accuracy must reach, 0 .. 1.")
+        float, typer.Option(help="The least value of the lower end of robust accuracy's 95% interval, 0 .. 1.")
     ],
     min_clean: Annotated[float, typer.Option(help="The same for clean accuracy.")] = 0.0,
     allow_suspect: Annotated[
-        bool, typer.Option("--allow-suspect", help="Let a suspect verdict pass, or one of attacks given one by one.")
+        bool, typer.Option("--allow-suspect", help="Also pass a suspect verdict, or one without a suite.")
     ] = False,
 ) -> None:
     """Pass or fail a verdict, for a CI job: it must be high enough, complete and sound.
 
-    The exit code is 0 if it passes, 1 if it fails, and 2 if the evidence cannot be read or was changed.
+    The exit code is 0 for a pass, 1 for a fail, and 2 if the evidence cannot be read or was changed.
 
     Example: steelman gate runs/mine/evaluations/linf-0.3 --min-robust 0.45
     """
@@ -272,7 +274,7 @@ def gate(
     if verdict["trust"] not in (("sound", "suspect") if allow_suspect else ("sound",)):
         reasons.append(f"the verdict is {verdict['trust']} ({'; '.join(verdict['reasons'])})")
     if record["suite"]["protocol"] and not allow_suspect:
-        reasons.append("only given attacks were run, and no sign of masking was looked for: evaluate with a suite")
+        reasons.append("only given attacks were run, and nothing checked for gradient masking: evaluate with a suite")
     if not verdict["complete"]:
         reasons.append("the evaluation is not complete")
     if reasons:

@@ -1,4 +1,4 @@
-"""The terminal, plain tables on it, and ``steelman list``: every registry with what its entries are and take."""
+"""The terminal, plain tables, and ``steelman list``: the entries of each registry, and their options."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 
 console = Console()
 if not console.is_terminal:
-    console = Console(width=140)  # a log has no width of its own, and tables need room
+    console = Console(width=140)  # the default width for a log file, 80, is too narrow for tables
 
 
 class Kind(StrEnum):
-    """What can be listed."""
+    """What ``steelman list`` can list."""
 
     attacks = "attacks"
     suites = "suites"
@@ -34,13 +34,13 @@ class Kind(StrEnum):
     recipes = "recipes"
 
 
-# What the shell completes. Spelt out here, for the registries need torch, which takes a second to import.
+# The names that the shell completes. They are copied here, because the registries import torch, which takes a second.
 FETCHABLE = ("cifar10", "cifar100", "fashion-mnist", "mnist")
 SUITES = ("fast", "full", "he-adaptive", "he-blackbox", "he-whitebox", "llr", "pas", "rat", "standard")
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Built-in recipes, and YAML files and folders that begin so."""
+    """Built-in recipes, YAML files and folders that begin with `incomplete`."""
     from steelman.recipe_files import recipes
 
     places = sorted(Path().glob(f"{escape(incomplete)}*")) if not incomplete.startswith(("/", "~")) else []
@@ -50,17 +50,17 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_fetchable(incomplete: str) -> list[str]:
-    """Datasets that can be fetched."""
+    """Fetchable datasets that begin with `incomplete`."""
     return [name for name in FETCHABLE if name.startswith(incomplete)]
 
 
 def complete_suite(incomplete: str) -> list[str]:
-    """Suites."""
+    """Suites that begin with `incomplete`."""
     return [name for name in SUITES if name.startswith(incomplete)]
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Rows under headings, as they are: what looks like markup is text."""
+    """Print rows under headings. Square brackets in a cell are text, not markup of Rich."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=place == 0)
@@ -70,7 +70,7 @@ def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
 
 
 def registries() -> dict[Kind, dict[str, Any]]:
-    """Every registry that can be listed. Recipes are files, and in none."""
+    """Every registry that can be listed. Recipes are files, and have no registry here."""
     from steelman.attacks import ATTACKS
     from steelman.data import AUGMENTATIONS, DATASETS
     from steelman.evaluation.suites import SUITES
@@ -97,7 +97,7 @@ def registries() -> dict[Kind, dict[str, Any]]:
 
 
 def print_list(kind: Kind) -> None:
-    """One registry: names, what each is, and the options it takes."""
+    """Print one registry: each name, what it is, and its options."""
     if kind is Kind.recipes:
         _print_recipes()
         return
@@ -119,7 +119,7 @@ def print_list(kind: Kind) -> None:
 
 
 def _kind_of(attack: Any) -> str:
-    """What an attack needs and what it is for, in brackets."""
+    """The kind and the norms of an attack, in brackets."""
     words = [*(["black box"] if attack.black_box else []), *(["minimum norm"] if attack.minimum_norm else [])]
     return f" ({'; '.join([*words, ', '.join(attack.norms)])})"
 
@@ -148,7 +148,7 @@ def _print_recipes() -> None:
 
 
 def _published(source: dict[str, Any]) -> str:
-    """The papers and tables that a recipe's numbers are from: Pang et al. (2020), Tables 2, 5, rebuttal."""
+    """The papers and tables of a recipe's numbers, such as: Pang et al. (2020), Tables 2, 5, rebuttal."""
     papers: dict[str, dict[str, None]] = {}
     for row in source.get("published") or []:
         papers.setdefault(row["paper"], {})[row["table"]] = None

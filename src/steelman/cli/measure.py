@@ -1,4 +1,4 @@
-"""``steelman evaluate`` and ``transfer``: measure what the command line names, print it, and keep it."""
+"""``steelman evaluate`` and ``transfer``: measure models, print the result, and keep it in a folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def measure(
     out: Path | None,
     console: Console,
 ) -> Evaluation:
-    """Evaluate a run or a model, print the verdict, and leave the evidence and report.html."""
+    """Evaluate a run or a model, print the verdict, and write the evidence and report.html."""
     if suite is not None and attacks:
         raise UserError("--suite and --attack: expected one of them; a suite has its own attacks")
     given = dict(attack_from_text(text) for text in attacks)
@@ -87,7 +87,7 @@ def measure(
     base = (Path(target) if asked.described else Path("runs")) / "evaluations" / f"{threat.norm}-{threat.eps:.4g}"
     place = _place(out, base, settings, chosen)
     done, begun = finished(place), (place / "work").exists()
-    before = "begun before; going on where it stopped" if begun else "finished before, but for its page"
+    before = "begun before; going on where it stopped" if begun else "finished before, without its report"
     console.print(f"evidence: {place}{f' ({before})' if begun or done else ''}", highlight=False, soft_wrap=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -109,7 +109,7 @@ def measure(
                     batch_size=batch_size,
                 )
     except KeyboardInterrupt:
-        console.print(f"what is finished is kept in {place}; the same command goes on from there", soft_wrap=True)
+        console.print(f"the finished part is kept in {place}; the same command goes on from there", soft_wrap=True)
         raise
     entry = Entry(name=found.model, evaluation=found)
     console.print(tables.scores_table([entry]))
@@ -122,10 +122,10 @@ def measure(
 
 
 def stages_table(found: Evaluation) -> Table:
-    """What each stage did, and what it cost."""
+    """A table of the stages: how many samples each broke, and its passes and seconds."""
     caption = (
-        "F, B: forward and backward passes for each sample attacked; in all, for each of the samples. The self-test is "
-        "not in it."
+        'F, B: forward and backward passes per attacked sample; in the row "all", per sample. The self-test is not '
+        "counted."
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("stage", overflow="fold")
@@ -157,7 +157,7 @@ def stages_table(found: Evaluation) -> Table:
 
 
 def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Suite) -> Path:
-    """Where the evidence goes: `out`; or by default where these settings were begun before; or a name still free."""
+    """The folder of the evidence: `out`, or that of an interrupted evaluation of these settings, or a new one."""
     if out is not None:
         taken = [name for name in ("report.html", "evidence.json") if (out / name).exists()]
         if taken and not (out / "work").exists() and not _begun(out, settings, chosen):
@@ -171,8 +171,10 @@ def _place(out: Path | None, base: Path, settings: Mapping[str, Any], chosen: Su
 
 
 def _begun(place: Path, settings: Mapping[str, Any], chosen: Suite) -> bool:
-    """Whether `place` holds an evaluation of these settings that was interrupted, if only before its page was written;
-    going on looks closer."""
+    """Whether `place` holds an interrupted evaluation of these settings; its report may be all that is missing.
+
+    This check is quick. The evaluation itself compares all settings when it goes on.
+    """
     done = finished(place)
     if done and (place / "report.html").exists():
         return False
@@ -200,7 +202,7 @@ def cross(
     out: Path | None,
     console: Console,
 ) -> Transfer:
-    """Craft on each model, score on every target, print the table and write transfer.json."""
+    """Attack each model, score its adversarial images on every target, print the table and write transfer.json."""
     _, chosen = attack_from_text(_to_the_last_step(attack))
     if out is not None and (out / "transfer.json").exists():
         raise UserError(f"--out: {out} already holds a transfer; choose another folder, or delete it")
@@ -208,13 +210,13 @@ def cross(
     targets = models_named(target) if target else sources
     for name in sources.keys() & targets.keys():
         if Path(sources[name]).resolve() != Path(targets[name]).resolve():
-            raise UserError(f"a source and a target are called {name!r}; name them, as in NAME={targets[name]}")
+            raise UserError(f"a source and a target have the name {name!r}; rename one, as in NAME={targets[name]}")
     loaded = {name: model_at(place) for name, place in {**sources, **targets}.items()}
     runs = [described for _, described in loaded.values() if described]
     threat = threat_from(threat_agreed([run["threat"] for run in runs], norm, eps), norm, eps)
     own = [run["data"] for run in runs]
     if data is None and (not own or any(one != own[0] for one in own)):
-        reason = "the runs' own differ; say which" if own else "expected a dataset, for none of the models is a run"
+        reason = "the runs' own differ; name one" if own else "expected a dataset, because none of the models is a run"
         raise UserError(f"--data: {reason}; choices: {', '.join(datasets.DATASETS)}")
     name, where = name_and_options(data) if data else (own[0]["name"], {})
     kept = [one["options"] for one in own if one["name"] == name]
@@ -241,7 +243,7 @@ def cross(
 
 
 def _to_the_last_step(attack: str) -> str:
-    """An attack's text with keep=last, if it takes that: one that stops at its first success transfers badly."""
+    """An attack's text, with keep=last if it has that option. Images of a first success transfer badly."""
     name, options = name_and_options(attack)
     keep = options_of(ATTACKS[name]).get("keep") if name in ATTACKS else None
     if keep is None or keep.default != "best" or "keep" in options:

@@ -1,4 +1,4 @@
-"""What a command line names: models, their weights and data, and the threat model."""
+"""The models, weights, data and threat models that a command line names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steelman.training.folder import load_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The model and the data that a command line names: found, and not loaded yet unless the model is a run's."""
+    """The model and the data that a command line names. Only the model of a run is loaded already."""
 
     target: str
     model: nn.Module | None
@@ -36,13 +36,13 @@ class Subject:
         return str(self.described.get("recipe", self.target))
 
     def load(self) -> tuple[nn.Module, datasets.Dataset]:
-        """Both, for each other; the model as it answers when nobody trains it."""
+        """The model, in eval mode, and the dataset. Their images have the same shape."""
         dataset = datasets.load(self.data, **self.where)
         if self.model is None:
             return _named(self.target, dataset, **self.named).eval(), dataset
         if tuple(self.described["input_shape"]) != dataset.shape:
             raise UserError(
-                f"the model takes images of shape {tuple(self.described['input_shape'])}, and {self.data} has "
+                f"the model takes images of shape {tuple(self.described['input_shape'])}, and those of {self.data} are "
                 f"{dataset.shape}"
             )
         return self.model, dataset
@@ -58,7 +58,7 @@ def subject(
     head: str,
     options: Sequence[str],
 ) -> Subject:
-    """Find what the options of a command name."""
+    """Find the model and the data that the options of a command name."""
     folder = Path(target)
     model, described = load_model(folder) if folder.is_dir() else (None, {})
     if described and (weights or layout or options or head != "linear"):
@@ -77,7 +77,7 @@ def subject(
 
 
 def random_weights(target: str, options: Sequence[str], weights: Path | None, *, allowed: bool) -> bool:
-    """Whether a factory gives the model that a command names random weights. That is refused unless it is `allowed`."""
+    """Whether the command's model comes from a factory that draws its weights. This is refused unless `allowed`."""
     factory = ":" in target and "/" not in target and not Path(target).is_dir()
     if allowed and (weights is not None or not factory):
         other = "--weights names trained ones" if weights is not None else f"{target} is not one"
@@ -86,16 +86,16 @@ def random_weights(target: str, options: Sequence[str], weights: Path | None, *,
         return False
     if not allowed:
         raise UserError(
-            f"--weights: {target} makes a model with random weights, other ones each time; expected a file of trained "
-            "weights. To measure the untrained model, add --random-weights"
+            f"--weights: {target} makes a model with new random weights each time; expected a file of trained weights. "
+            "To measure the untrained model, add --random-weights"
         )
     return True
 
 
 def _drawn(target: str, options: dict[str, Any]) -> bool:
-    """Whether a factory gives other weights after other random numbers. One that reads a file gives the same ones.
+    """Whether the weights of a factory's model depend on random numbers. A factory that reads a file gives the same.
 
-    A seed that the factory sets is not heeded: weights are no less random because they can be drawn again.
+    A seed that the factory itself sets is ignored here: weights drawn from a fixed seed are random too.
     """
 
     def unheeded(seed: Any) -> torch.Generator:  # noqa: ARG001 - its name is that of torch's own
@@ -141,11 +141,9 @@ def _named(
     )
     if weights is None:
         if layout is not None:
-            raise UserError(f"--layout {layout}: expected --weights with it, the file of that layout")
+            raise UserError(f"--layout {layout}: expected --weights with it, a file of that layout")
         if ":" not in target:
-            raise UserError(
-                f"--weights: expected a file of trained weights for {target}; untrained ones measure nothing"
-            )
+            raise UserError(f"--weights: expected a file of trained weights for {target}, got none")
         return model
     state = load_state(weights)
     if layout is not None:
@@ -153,14 +151,14 @@ def _named(
             raise unknown("layout", layout, PUBLISHED_LAYOUTS)
         state = PUBLISHED_LAYOUTS[layout](state)
     own = model.state_dict()
-    # Published weights seldom carry the input normalisation; here it is part of the model, and by default none.
+    # Published weights seldom contain mean and std. A classifier needs both; its own values mean no normalisation.
     state = {**{key: own[key] for key in ("mean", "std") if key in own}, **state}
     load_weights(model, state, str(weights))
     return model
 
 
 def models_named(texts: Sequence[str]) -> dict[str, str]:
-    """Read ``runs/mine`` or ``mine=package.module:factory`` as a name and where the model is."""
+    """Read texts such as ``runs/mine`` or ``mine=package.module:factory``: the model's place, by name."""
     places: dict[str, str] = {}
     for text in texts:
         name, equals, place = text.partition("=")
@@ -169,13 +167,13 @@ def models_named(texts: Sequence[str]) -> dict[str, str]:
         if not name or not place:
             raise UserError(f"expected a model as NAME=MODEL, got {text!r}")
         if name in places:
-            raise UserError(f"two models are called {name!r}; name them, as in NAME={place}")
+            raise UserError(f"two models have the name {name!r}; rename one, as in NAME={place}")
         places[name] = place
     return places
 
 
 def model_at(place: str) -> tuple[Any, dict[str, Any]]:
-    """A run's model and its description, or an imported model and none."""
+    """A run's model and its description, or an imported model and an empty description."""
     if Path(place).is_dir():
         return load_model(Path(place))
     if ":" not in place or "/" in place:
@@ -184,24 +182,24 @@ def model_at(place: str) -> tuple[Any, dict[str, Any]]:
 
 
 def threat_agreed(own: Sequence[dict[str, Any]], norm: str | None, eps: str | None) -> dict[str, Any] | None:
-    """The threat that all runs were trained for; where they differ, the command line has to say."""
+    """The threat model of all runs. A value in which they differ must come from the command line."""
     if not own:
         return None
     agreed = {key: value for key, value in own[0].items() if all(one[key] == value for one in own)}
     if "norm" not in agreed:
-        agreed.pop("eps", None)  # a radius means nothing without its norm
+        agreed.pop("eps", None)  # runs of different norms may have the same eps by chance
     for key, given in (("norm", norm), ("eps", eps)):
         if key not in agreed and given is None:
             values = ", ".join(dict.fromkeys(str(one[key]) for one in own))
-            raise UserError(f"--{key}: the runs' own differ ({values}); say which")
+            raise UserError(f"--{key}: the runs' own differ ({values}); name one")
     for key in ("low", "high"):
         if key not in agreed:
-            raise UserError(f"the runs are for different ranges of pixels: {', '.join(str(one[key]) for one in own)}")
+            raise UserError(f"the runs have different ranges of pixels: {', '.join(str(one[key]) for one in own)}")
     return {"norm": norm, "eps": eps, **agreed}
 
 
 def free_name(folder: Path) -> Path:
-    """`folder`, or the first numbered name beside it that is not taken: an evaluation is never overwritten."""
+    """`folder`, or the first free name with a number behind it. So no evaluation is ever overwritten."""
     place, count = folder, 1
     while place.exists():
         count += 1

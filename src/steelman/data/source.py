@@ -212,9 +212,7 @@ def batches(n: int, batch_size: int, key: Key | None, drop_last: bool = False) -
     if batch_size < 1:
         raise UserError(f"expected a batch size of at least 1, got {batch_size}")
     if drop_last and 0 < n < batch_size:
-        raise UserError(
-            f"expected a batch size of at most {n}, because a last, smaller batch is dropped, got {batch_size}"
-        )
+        raise UserError(f"expected a batch size of at most {n}, got {batch_size}: a last, smaller batch is dropped")
     order = torch.arange(n) if key is None else key.permutation(n)
     parts = [order[start : start + batch_size] for start in range(0, n, batch_size)]
     return parts[:-1] if drop_last and n % batch_size else parts

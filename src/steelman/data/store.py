@@ -33,7 +33,7 @@ def stored(name: str, root: Path | None = None) -> Path:
 
 
 def write(path: Path, arrays: Arrays, meta: Mapping[str, object]) -> None:
-    """Write the four arrays and their description. After an error there is no file rather than half a file."""
+    """Write the four arrays and their description. An error leaves no half-written file."""
     parts = {name: np.ascontiguousarray(arrays[name]) for name in PARTS}
     content = save(parts, {"steelman": json.dumps(meta, sort_keys=True)})
     with storage(path):

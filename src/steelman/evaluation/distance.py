@@ -254,5 +254,5 @@ def _checked(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, points
         raise UserError(f"expected nearest points of shape {tuple(x.shape)} from the attack")
     boxed = ((points >= threat.low) & (points <= threat.high)).flatten(1).all(dim=1)  # False for NaN
     safe = torch.where(boxed.view(-1, *[1] * (x.dim() - 1)), points, x)
-    fooled = predictions(model, safe, "adversarial") != y
-    return torch.where(boxed & fooled, norms(safe.double() - x.double(), threat.p), math.inf)
+    broken = predictions(model, safe, "adversarial") != y
+    return torch.where(boxed & broken, norms(safe.double() - x.double(), threat.p), math.inf)

@@ -64,8 +64,8 @@ def evaluate(
 
     `suite` is the name of one ("fast", "standard", "full", ...), a Suite, or attacks by label: then each attacks every
     sample that the model gets right. Every point is checked for range, radius and prediction in full precision, and one
-    that breaks a rule does not count. "worst case" is a sample's worst fate. A model that answers with ``.logits``, a
-    dict or a tuple is wrapped, and that is printed.
+    that breaks a rule does not count. "worst case" counts the samples that no attack broke. A model that answers with
+    ``.logits``, a dict or a tuple is wrapped, and that is printed.
 
     Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `out` is where evidence is kept, and
     where an evaluation that was interrupted goes on; `name` is what records call the model; `minutes` ends a cascade

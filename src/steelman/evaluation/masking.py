@@ -186,8 +186,8 @@ def measure(
         seen["loss does not rise"] = _stuck(model, x, reached, y, loss, batch_size) & ~many
         one, _ = attacked("fgsm", loss=loss)
         seen["one step stronger"] = one & ~many
-        fell = attacked("pgd", starts=STARTS, steps=STEPS, loss=loss)[0].view(STARTS, len(x))
-        some, every = fell.any(dim=0), fell.all(dim=0)
+        broken = attacked("pgd", starts=STARTS, steps=STEPS, loss=loss)[0].view(STARTS, len(x))
+        some, every = broken.any(dim=0), broken.all(dim=0)
         white = many | one | some
         seen["starts disagree"] = some & ~every
     # Square knows no l1; an estimated gradient is a blind guess in any norm.
@@ -200,11 +200,11 @@ def measure(
         carried = torch.zeros_like(white)
         for surrogate in surrogates:
             _, points = attacked("pgd", on=surrogate, steps=STEPS, loss="margin", keep="last")
-            fooled = _wrong(model, points, y, batch_size) & threat.contains(points, x)
-            carried |= fooled
+            broken = _wrong(model, points, y, batch_size) & threat.contains(points, x)
+            carried |= broken
             if keep is not None:
                 none = torch.zeros_like(y)
-                keep(everyone, Found(x_adv=points, success=fooled, forwards=none, backwards=none))
+                keep(everyone, Found(x_adv=points, success=broken, forwards=none, backwards=none))
         seen["transfer stronger"] = carried & ~white
     seen["random answers"] = _random(watched, x, reached, y, batch_size)
     total, undefined, lost = watched.seen.totals()
@@ -218,8 +218,8 @@ def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size:
     right, wrong = x, reached
     for _ in range(HALVINGS):  # towards where the answer changes, for that is where a little noise decides
         middle = (right + wrong) / 2
-        fooled = _wrong(model, middle, y, batch_size)[:, None, None, None]
-        right, wrong = torch.where(fooled, right, middle), torch.where(fooled, middle, wrong)
+        beyond = _wrong(model, middle, y, batch_size)[:, None, None, None]
+        right, wrong = torch.where(beyond, right, middle), torch.where(beyond, middle, wrong)
     points = torch.cat((x, reached, right, wrong))
     with untouched(model), torch.no_grad():
         first, second = (
@@ -280,7 +280,7 @@ class Finds:
         rows = rows.to(self.x_adv.device)
         self.counts.index_add_(1, rows, torch.stack((found.forwards, found.backwards)))
         news = torch.where(self.tried[rows], found.success & ~self.success[rows], True)
-        # Of several points of one sample the first that fools the model, or the first.
+        # Of several points of one sample the first that breaks it, or the first.
         order = (news.long() + found.success.long()).argsort(descending=True, stable=True)[: int(news.sum())]
         firsts = {int(row): int(at) for row, at in zip(rows[order].flip(0), order.flip(0), strict=True)}
         at, places = (torch.tensor(list(part), dtype=torch.int64) for part in (firsts, firsts.values()))

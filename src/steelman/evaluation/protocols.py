@@ -64,7 +64,7 @@ class InTurn(Search):
 
     def search(self, problem: Problem) -> None:
         for turn, attack in enumerate(self.attacks):
-            rows = problem.alive()
+            rows = problem.remaining()
             if len(rows) == 0:
                 return
             part = _part(problem, rows, turn)
@@ -74,8 +74,8 @@ class InTurn(Search):
             found = part.found()
             problem.forwards[rows] += found.forwards
             problem.backwards[rows] += found.backwards
-            fallen = rows[found.success]
-            problem.best[fallen], problem.success[fallen] = found.x_adv[found.success], True
+            broken = rows[found.success]
+            problem.best[broken], problem.success[broken] = found.x_adv[found.success], True
 
 
 def _part(problem: Problem, rows: Tensor, turn: int) -> Problem:

@@ -101,7 +101,7 @@ Role = Literal["attack", "pilot", "sentinel", "escalation"]  # what a stage is f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A sign that an attack may have failed where the model did not hold: what was seen, and what follows from it.
+    """A sign that an attack may have failed on samples that are not robust: what was seen, and what follows from it.
 
     `name` is for machines, `figure` what was measured and `limit` where it begins to matter; `trust` is what a raised
     flag leaves of the verdict's ("sound": it is worth knowing, no more). `text` says it in plain words.

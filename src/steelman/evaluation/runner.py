@@ -223,13 +223,13 @@ class Runner:
         counts: Tensor,
         seconds: float,
     ) -> dict[str, Tensor]:
-        """What counts of an attack's points, of which it `claimed` some to fool the model."""
+        """What counts of an attack's points, of which it `claimed` that some break their samples."""
         if not isinstance(x_adv, Tensor) or x_adv.shape != x.shape:
             got = x_adv.shape if isinstance(x_adv, Tensor) else type(x_adv).__name__
             raise UserError(f"{name}: expected points of shape {x.shape}, got {got}")
         x_adv = x_adv.detach().to(x)
         inside = self.threat.contains(x_adv, x)
-        # A point outside may be anything, NaN included: the clean one stands in for it.
+        # A point outside may be anything, NaN included: the clean one takes its place.
         x_adv = torch.where(inside[:, None, None, None], x_adv, x)
         logits = self.answers(x_adv)
         finite = torch.isfinite(logits).all(dim=1)

@@ -24,7 +24,7 @@ LINES = 4  # classes of the linear model at most: as many as any loss asks for, 
 
 
 class Line(nn.Module):
-    """Two classes, or more that never win: z_1 - z_0 = (w . (x - centre)) / ||w||_q - distance.
+    """Two classes, or more whose logits are never the largest: z_1 - z_0 = (w . (x - centre)) / ||w||_q - distance.
 
     From the centre the boundary is exactly `distance` away in the norm p. The weights are of one size and of random
     sign; of one sign if `plain`, for a random search of a few hundred guesses learns no thousand signs.
@@ -137,7 +137,7 @@ def _check_gradient(model: nn.Module, x: Tensor) -> None:
 
 
 def _breaks(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor:
-    """Where the attack's points lie inside the threat model and fool the model; its own word does not count."""
+    """Where the attack's points break their samples inside the threat model; its own word does not count."""
     x_adv = attack(model, x.clone(), y.clone(), threat)
     if x_adv.shape != x.shape:
         return torch.zeros(len(x), dtype=torch.bool)

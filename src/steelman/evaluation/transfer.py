@@ -124,7 +124,7 @@ class Transfer:
         lines = [
             f"{self.data}, n = {self.total}, {self.norm}, eps = {self.eps:.4g}, seed {self.seed}; {built}.",
             f"{self.attack['attack']}: {settings}." if settings else f"{self.attack['attack']}.",
-            "Accuracy over all n; fooled: of those the target gets right. * the model itself was attacked (white box).",
+            "Accuracy over all n; broken: of those the target gets right. * the model itself was attacked (white box).",
             "Brackets: 95% Clopper-Pearson interval.",
             *(f"Note: {note}." for note in self.notes),
         ]
@@ -203,7 +203,7 @@ def transfer(
     """Accuracy of every target t on points crafted on every source s: mean [f_t(x) = y and f_t(x*_s) = y].
 
     The attack works on all samples, also those the source gets wrong already. Each point is checked for range and
-    radius, and each target asked in full precision; where a point breaks a rule, the clean image stands in for it, and
+    radius, and each target asked in full precision; where a point breaks a rule, the clean image takes its place, and
     a note says how many did. A sample that the target gets wrong without any attack counts as wrong, so a target's
     clean accuracy bounds its column. A model that is both source and target is the white-box case.
 
@@ -338,5 +338,5 @@ def _cell(cell: Cell) -> str:
     white = "* " if cell.source == cell.target else ""
     text = f"{white}{_percent(cell.accuracy, cell.interval)}"
     if cell.success is None or cell.success_interval is None:
-        return f"{text}\nnone to fool"
-    return f"{text}\nfooled {_percent(cell.success, cell.success_interval)}"
+        return f"{text}\nnone to break"
+    return f"{text}\nbroken {_percent(cell.success, cell.success_interval)}"

@@ -37,7 +37,7 @@ CLOSE, ROUNDINGS = 1e-3, 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a check found: how many samples and images were looked at, and how many images still fool the model after
+    """What a check found: how many samples and images were looked at, and how many images are adversarial even after
     rounding to 8 bits (None where no model was given)."""
 
     seal: str
@@ -162,8 +162,8 @@ def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
 def _images(
     bundle: Bundle, gallery: Shown | None, source: Source | None, asked: _Asked | None
 ) -> tuple[Tensor, dict[int, Tensor], int]:
-    """Check every adversarial image. Which samples have one, the images of those in the gallery, and how many still
-    fool the model after rounding to 8 bits."""
+    """Check every adversarial image. Which samples have one, the images of those in the gallery, and how many are
+    adversarial even after rounding to 8 bits."""
     shown, pictured, rounded = torch.zeros(bundle.record["total"], dtype=torch.bool), dict[int, Tensor](), 0
     low, high = bundle.threat.low, bundle.threat.high
     for rows, images in bundle.images():
@@ -182,7 +182,7 @@ def _images(
 
 
 def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked: _Asked | None) -> int:
-    """Radius and prediction of some adversarial images; how many fool the model after rounding to 8 bits."""
+    """Radius and prediction of some adversarial images; how many are adversarial even after rounding to 8 bits."""
     threat, y = bundle.threat, bundle.samples["label"][rows]
     if asked is not None and x_adv.dtype != asked.dtype:
         raise DamagedError(f"expected adversarial images in {asked.dtype}, as the model has it, got {x_adv.dtype}")
@@ -217,7 +217,8 @@ def _pictures(bundle: Bundle, gallery: Shown, asked: _Asked) -> None:
 
 
 def _says(logits: Tensor, claimed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether the claimed class wins; one that ties but for roundings may have won in another batch."""
+    """Whether the claimed class has the largest logit. One that ties but for roundings may have had it
+    in another batch."""
     behind = logits.amax(dim=1) - logits.gather(1, claimed[:, None])[:, 0]
     return behind <= ROUNDINGS * torch.finfo(dtype).eps * magnitude(logits)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from steelman.errors import UserError
 from steelman.heads import Head, build_head, embed
 from steelman.models.base import check_images
+from steelman.progress import say
 
 
 class Classifier(nn.Module):
@@ -91,7 +92,9 @@ def build_classifier(
             raise UserError(f"mean and std: {name} normalises its own input; expected neither, got {mean} and {std}")
         from steelman.models.wrap import detected  # wrap imports attacks, and they import models
 
-        model = detected(imported(name, **options), torch.full((2, *input_shape), 0.5)).model
+        model, sentence = detected(imported(name, **options), torch.full((2, *input_shape), 0.5))
+        if sentence:
+            say(sentence)
         if head != "linear" or head_options:
             embed(model, head, **(head_options or {}))
         return model

@@ -46,11 +46,11 @@ class RAT(Objective):
     the place of CE(f(x), y) and of the KL, so beta has no effect. The head's margin and the label smoothing are in the
     cross-entropy, not in r or D.
 
-    D1 and D2 read the paper as follows. r has a sign: Eq. (17) raises the output of x* where r(x) - r(x*) is large, and
-    for positive features, as after a ReLU, this raises r(x*). Eq. (19) would be zero for a linear layer: softmax
-    ignores a shift of all logits, so the sums of the Hessian over all classes are zero. So D2 uses r^2 instead, as the
-    released code does: the block j = l of the outer product of the gradients. With `released`, D1 takes the difference
-    of |r|, and D2 uses T(-d)_y for both x and x*, as that code does.
+    D1 and D2 read the paper as follows. r has a sign. Eq. (17) raises the output of x* where r(x) - r(x*) is large. For
+    positive features, as after a ReLU, this raises r(x*). Eq. (19) would be zero for a linear layer: softmax ignores a
+    shift of all logits, so the sums of the Hessian over all classes are zero. So D2 uses r^2 instead: the block j = l
+    of the outer product of the gradients. The released code does so too. `released` follows that code in two more
+    points: D1 takes the difference of |r|, and D2 uses T(-d)_y for both x and x*.
 
     With base "trades", x* is made at weights w + `sigma` N(0, 1). Each step draws new noise, for weights of two or more
     dimensions; the released code draws it for convolutions only. Everything else is at w. Two forwards in train mode, x

@@ -34,10 +34,10 @@ class TLA(Objective):
     or from the clean x if there is none. "own" takes the clean x. "both" takes the mean of the two terms. The head's
     margin is in the cross-entropy alone.
 
-    The images for p and n are in a pool of `pool` batches: this one, and the clean images of the batches before it,
-    with the augmentation of that time. The pool is saved in checkpoints. The choice uses the current weights in eval
-    mode. It costs a forward of the whole pool, and no backward. Weight perturbation makes the choice again at its own
-    weights. Two forwards in train mode move batch norm: x*, and then the images for p and n as one batch.
+    The images for p and n come from a pool: the clean images of the last `pool` batches, this one included. Images of
+    earlier batches keep their augmentation. The pool is saved in checkpoints. The choice uses the current weights in
+    eval mode. It costs a forward of the whole pool, and no backward. Weight perturbation makes the choice again at its
+    own weights. Two forwards in train mode move batch norm: x*, and then the images for p and n as one batch.
 
     Mao et al. (2019), "Metric Learning for Adversarial Robustness".
     """

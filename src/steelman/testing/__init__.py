@@ -1,12 +1,12 @@
-"""The promises of an attack, an objective or a head, checked on your own one. No pytest is needed.
+"""Checks for your own attack, objective or head: does it keep the promises that steelman needs? They need no pytest.
 
     from steelman.testing import check_attack, check_head, check_objective
 
     def test_my_attack() -> None:
         check_attack(MyAttack(steps=10))
 
-Each check takes a second or two. It returns nothing, or raises `ContractBrokenError` with one sentence that says which
-promise is broken. Steelman's own attacks, objectives and heads pass the same checks.
+Each check takes a second or two. If a promise is broken, it raises `ContractBrokenError`, and one sentence says which.
+Steelman's own attacks, objectives and heads pass the same checks.
 """
 
 from __future__ import annotations

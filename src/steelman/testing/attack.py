@@ -30,9 +30,9 @@ from steelman.testing.promises import (
 from steelman.threat import ORDER, Norm, ThreatModel
 
 CLASSES = 4
-# The radius on the linear model, small enough that a single pixel can take it all.
+# The radius on the linear model. It is so small that a single pixel can change by the whole radius.
 REACH: dict[Norm, float] = {"linf": 0.1, "l2": 0.2, "l1": 0.3}
-# At which part of it each kind of attack finds the boundary: a random search needs it nearer, most of all in l2.
+# The distance of the boundary, as a share of the radius. A random search needs a nearer one, above all in l2.
 GRADIENT, BLIND, BLIND_L2 = 0.9, 0.4, 0.1
 WHOLE = "when it ran on 8 images"
 
@@ -47,18 +47,22 @@ def check_attack(
 ) -> None:
     """Raise `ContractBrokenError` unless an attack keeps its promises.
 
-    Its points have the shape and the type of the images, and lie in the range and in the ball. They depend on the key
-    and on each image's index, not on the batch or its order. Model and global generators are as before, even after an
-    exception. One image, none, two classes and a radius of zero work. It finds the boundary of a linear model, where
-    its place is known. With a ``run``, it counts its passes and says the truth about its success.
+    The promises:
+    - Its adversarial images have the shape and the type of the images. They lie in the range and in the ball.
+    - They depend on the key and on each image's index, not on the batch or its order.
+    - The model and the global random generators are as before, even after an exception.
+    - One image, no image, two classes and a radius of zero work.
+    - It breaks the samples of a linear model whose boundary is near.
+    - If it has a method ``run``, the passes and the successes that this reports are true.
 
     Arguments:
-        attack: the attack with small settings, or what makes it when called.
-        norms: those to check; else the attack's own `norms`, or all three.
-        model: for an attack that needs a certain kind of model: gives logits of images of `shape`, to the bit the same
-            in any batch.
-        boundary: at which part of the radius it finds the boundary of a linear model: 0.9, or 0.4 for a `black_box`
-            attack and 0.1 in l2. 0 leaves out what runs on a linear model.
+        attack: the attack with small settings, or a function that makes it.
+        norms: the norms to check; by default the attack's own `norms`, or all three.
+        model: the model to attack, if the attack needs a certain kind. It gives logits for images of `shape`, which are
+            the same to the bit in any batch.
+        shape: (C, H, W) of the images.
+        boundary: the distance of the linear model's boundary, as a share of the radius. By default it is 0.9; for a
+            `black_box` attack it is 0.4, and in l2 0.1. 0 skips the linear model.
 
     >>> from steelman.attacks import PGD
     >>> check_attack(PGD(steps=5), norms=["linf"])
@@ -98,7 +102,7 @@ class _Check:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of images: our own models take any."""
+        """The precision of the images: that of the given model, or float64."""
         given = None if self.model is None else next(self.model.parameters(), None)
         return torch.float64 if given is None else given.dtype
 
@@ -110,7 +114,7 @@ class _Check:
             return model, x, logits_of(model, x).argmax(dim=1)
 
     def call(self, what: str, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, **rest: Any) -> Tensor:
-        """The attack's points; an error, or what is no tensor, breaks a promise."""
+        """The attack's adversarial images. An error, or another type than a tensor, breaks a promise."""
         with self.subject.runs(f"on {what}"):
             x_adv = self.attack(model, x, y, threat, **rest)
         self.subject.keeps("tensor", isinstance(x_adv, Tensor), f"gives {type(x_adv).__name__}, not a tensor of images")
@@ -122,7 +126,7 @@ class _Check:
         return cast(Tensor, x_adv)
 
     def answer(self) -> None:
-        """Shape, type, range and radius, in both precisions, for a small and a large radius and another range."""
+        """Shape, type, range and radius: in two precisions, for two radii, and for two ranges of pixels."""
         model, x, y = self.samples()
         single = torch.float32 if self.model is None else self.dtype
         for dtype, wide, low in ((single, 1, 0.0), (self.dtype, 4, 0.0), (single, 1, -1.0)):
@@ -146,7 +150,7 @@ class _Check:
         self.subject.keeps("radius", threat.contains(x_adv, x).all(), text)
 
     def trace(self) -> None:
-        """Model and generators are as before, also where the model stopped the attack."""
+        """The model and the generators are as before, also if an error of the model ended the attack."""
         net, x, y = self.samples()
         if self.model is None:
             net, x = trapped(CLASSES, self.shape), x.float()
@@ -170,7 +174,7 @@ class _Check:
         handle = net.register_forward_pre_hook(stop)
         before = Snapshot(net)
         try:
-            # So small a radius that no image leaves before the second forward.
+            # With a larger radius, an attack could break all samples and end before the second forward.
             self.attack(net, x, y, self.threat.at(1e-6))
         except Interrupt:
             before.check(self.subject, f"when forward {at} of the model raised an error")
@@ -180,7 +184,7 @@ class _Check:
             handle.remove()
 
     def key(self) -> None:
-        """The same key gives the same points, whatever the global generators say and whether gradients are on."""
+        """The same key gives the same images. The global generators and the gradient mode have no effect."""
         model, x, y = self.samples()
         with global_noise(1):
             one = self.call("8 images", model, x, y, self.threat, key=Key(5))
@@ -195,7 +199,7 @@ class _Check:
         self.subject.keeps("no_grad", same_bits(one, other), text)
 
     def batch(self) -> None:
-        """A sample's points depend on its index, and neither on its place nor on the others."""
+        """A sample's adversarial image depends on its index, not on its place in the batch or on other samples."""
         model, x, y = self.samples()
         index = torch.tensor([30, 4, 77, 12, 9, 1, 5, 600])
         order = torch.tensor([6, 0, 3, 7, 1, 2, 5, 4])
@@ -221,7 +225,7 @@ class _Check:
             self._inside(x_adv, x, self.threat)
 
     def finds(self) -> None:
-        """It breaks each sample of a linear model whose boundary lies within the radius."""
+        """The attack breaks all samples of a linear model whose boundary lies within the radius."""
         blind = getattr(self.attack, "black_box", False)
         part = self.boundary or (GRADIENT if not blind else BLIND_L2 if self.norm == "l2" else BLIND)
         threat = ThreatModel(norm=self.norm, eps=REACH[self.norm])
@@ -239,7 +243,7 @@ class _Check:
         self.subject.keeps("finds", broken == len(y), text)
 
     def account(self) -> None:
-        """What ``run`` says: the same points, the passes of each sample, and where it succeeded."""
+        """``run`` gives the same images, the true number of passes, and the true successes."""
         model, x, y = self.samples()
         counting = Counting(model)
         with self.subject.runs("in run() on 8 images"):
@@ -255,7 +259,7 @@ class _Check:
         asked = not (getattr(self.attack, "black_box", False) and counting.backwards)
         text = f"says that it is a black box, and asked for {counting.backwards} gradients"
         self.subject.keeps("black_box", asked, text)
-        if getattr(self.attack, "keep", "best") != "last":  # a last point need not be where it succeeded
+        if getattr(self.attack, "keep", "best") != "last":  # the last image need not be one that broke the sample
             with untouched(model), torch.no_grad():
                 broken = logits_of(model, found.x_adv).argmax(dim=1) != y
             false = int((found.success & ~broken).sum())
@@ -264,7 +268,7 @@ class _Check:
             text = f"claims no success, and the model is wrong on {int(broken.sum())} of 8 samples"
             self.subject.keeps("success", found.success.any() or not broken.any(), text)
         known = (found.distance is not None) == bool(getattr(self.attack, "minimum_norm", False))
-        text = "gives distances exactly if it is a minimum-norm attack: `minimum_norm` and `distance` disagree"
+        text = "gives `distance` without `minimum_norm`, or `minimum_norm` without `distance`; expected both or none"
         self.subject.keeps("distances", known, text)
 
 

@@ -21,12 +21,15 @@ SCALE, MARGIN = 3.0, 0.25
 def check_head(head_factory: Callable[[int, int], Head]) -> None:
     """Raise `ContractBrokenError` unless a head keeps its promises.
 
-    It is a `Head` that gives a row of logits a sample. Its scale is in the logits; its margin is not, and comes in
-    through ``with_margin`` alone, on the true class. Gradients are finite for features that are zero or parallel to a
-    weight. Half precision, a deep copy and a saved state work. ``project`` changes no logit.
+    The promises:
+    - It is a `Head`, and gives one row of logits for each sample.
+    - Its scale is in the logits. Its margin is not: only ``with_margin`` applies it, to the true class.
+    - Gradients are finite for features that are zero, or parallel to a weight.
+    - Half precision, a deep copy and a saved state work.
+    - ``project`` changes no logit.
 
     Arguments:
-        head_factory: makes a new head, with weights drawn anew, when called with the numbers of features and classes.
+        head_factory: called with the numbers of features and classes, it makes a new head with new random weights.
 
     >>> from steelman.heads import HEADS
     >>> check_head(HEADS["he"])
@@ -53,7 +56,7 @@ class _Check:
     def head(self) -> Head:
         with self.subject.runs(f"to be made for {FEATURES} features and {CLASSES} classes"):
             head = self.factory(FEATURES, CLASSES)
-        text = f"makes a {type(head).__name__}, expected a steelman Head, for with_margin finds no other"
+        text = f"makes a {type(head).__name__}, expected a steelman Head, because with_margin finds no other"
         self.subject.keeps("kind", isinstance(head, Head), text)
         return head  # type: ignore[no-any-return]
 
@@ -68,7 +71,7 @@ class _Check:
         return logits
 
     def logits(self) -> None:
-        """One row a sample, which is its own affair; and gradients for every weight."""
+        """One row for each sample, which depends on that sample alone; and gradients for every weight."""
         head, z = self.head(), noise("z", 5, FEATURES, normal=True).float()
         logits = self.asked(head, z)
         self.asked(head, z[:0], "on an empty batch")
@@ -81,7 +84,7 @@ class _Check:
             self.subject.keeps("gradient", weight.grad is not None, f"gives no gradient for {name}")
 
     def scale(self) -> None:
-        """The logits are an affine function of the scale: a bias may stay outside."""
+        """The logits are a linear function of the scale, plus a constant such as a bias."""
         head, z = self.head().double(), noise("z", 5, FEATURES, normal=True)
         rows = []
         for factor in (1, 2, 3):
@@ -90,11 +93,11 @@ class _Check:
         one, two, three = rows
         text = f"ignores its scale: logits at scale {SCALE:g} and {2 * SCALE:g} are the same"
         self.subject.keeps("scale", not torch.allclose(one, two), text)
-        text = f"does not multiply by its scale: from {SCALE:g} to {2 * SCALE:g} logits grow by another step than on"
-        self.subject.keeps("scale", torch.allclose(two - one, three - two), f"{text} to {3 * SCALE:g}")
+        text = f"does not multiply by its scale: from {SCALE:g} to {2 * SCALE:g} logits grow by another amount than"
+        self.subject.keeps("scale", torch.allclose(two - one, three - two), f"{text} up to {3 * SCALE:g}")
 
     def margin(self) -> None:
-        """It lowers the true class by scale * margin in ``with_margin``, and nothing anywhere else."""
+        """``with_margin`` lowers the true class by scale * margin, and changes nothing else."""
         head, z, y = self.head().double(), noise("z", 5, FEATURES, normal=True), torch.tensor([0, 1, 2, 3, 1])
         head.scale, head.margin = SCALE, 0.0
         plain = self.asked(head, z).detach()
@@ -111,7 +114,7 @@ class _Check:
         self.subject.keeps("kind", heads_of(nn.Sequential(head)) == [head], "holds a second steelman head")
 
     def gradients(self) -> None:
-        """Finite where an angle or a length has none: at zero, and along a weight."""
+        """Gradients are finite where the derivative of a length or an angle is not: at zero, and along a weight."""
         for dtype in (torch.float32, torch.float64):
             head = self.head().to(dtype)
             rows = head.weight.detach()
@@ -128,7 +131,7 @@ class _Check:
                     self.subject.keeps("gradient", not wrong, text)
 
     def half(self) -> None:
-        """In bfloat16, converted or under autocast, the logits are roughly those of full precision."""
+        """In bfloat16 and under autocast, the logits are about those of full precision."""
         head, z = self.head(), noise("z", 5, FEATURES, normal=True).float()
         full = self.asked(head, z).detach()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -141,11 +144,11 @@ class _Check:
         largest = float(full.abs().max())
         for what, logits in (("under autocast to bfloat16", auto), ("in bfloat16", half.detach())):
             off = float((logits.float() - full).abs().max())
-            text = f"gives logits {what} that are off by {off:.3g}, where the largest is {largest:.3g}"
+            text = f"gives logits {what} that are wrong by {off:.3g}; the largest logit is {largest:.3g}"
             self.subject.keeps("half", off <= 0.1 * largest, text)
 
     def copies(self) -> None:
-        """A deep copy and a head that loads the state answer alike; the copy has weights of its own."""
+        """A deep copy, and a head that loads the state, give the same logits. The copy has its own weights."""
         head, z = self.head(), noise("z", 5, FEATURES, normal=True).float()
         logits = self.asked(head, z).detach()
         with self.subject.runs("to be copied"):
@@ -164,7 +167,7 @@ class _Check:
         self.subject.keeps("state", same_bits(loaded, logits), text)
 
     def project(self) -> None:
-        """Where an optimiser left the weights off the sphere, it changes their length and no logit."""
+        """``project`` may change the length of the weights after a step of an optimiser, but no logit."""
         head, z = self.head().double(), noise("z", 5, FEATURES, normal=True)
         with torch.no_grad():
             for weight in head.parameters():
@@ -177,13 +180,13 @@ class _Check:
         text = f"changes logits in project(), {gap(before, after)}"
         self.subject.keeps("project", torch.allclose(after, before), text)
         kept = all(one is other and one.requires_grad for one, other in zip(weights, head.parameters(), strict=True))
-        self.subject.keeps("project", kept, "replaces or freezes weights in project(): the optimiser has the old ones")
+        self.subject.keeps("project", kept, "replaces or freezes weights in project(): an optimiser keeps the old ones")
         head.project()
         text = "has other weights after a second project()"
         self.subject.keeps("project", torch.allclose(self.asked(head, z).detach(), after), text)
 
 
 def _gradients(loss: Tensor, of: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of a loss by name; zero for what it does not depend on."""
+    """The gradients of a loss, by name. The gradient is zero where the loss does not depend on a tensor."""
     found = torch.autograd.grad(loss, list(of.values()), materialize_grads=True)
     return dict(zip(of, found, strict=True))

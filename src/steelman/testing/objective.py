@@ -31,7 +31,7 @@ from steelman.testing.trial import SAMPLES, STEPS, STOPPED, Trial, Waves, moves,
 from steelman.threat import ThreatModel
 
 SHAPE, CLASSES = (1, 4, 4), 3
-WHEN = "when its loss was taken"
+WHEN = "when its loss was computed"
 
 
 def check_objective(
@@ -45,19 +45,23 @@ def check_objective(
 ) -> None:
     """Raise `ContractBrokenError` unless an objective keeps its promises.
 
-    Its loss is one finite number with gradients for every weight, in linf and l2, with each head, with two classes and
-    at a radius of zero. The head's margin and the label smoothing are in it. The same seed gives the same loss to the
-    bit; where there is noise, the next step has other noise. Its adversarial images lie in the threat model. It changes
-    neither images nor weights, also after an exception, and moves batch norm in its declared `forwards` alone. What it
-    carries are tensors, and a training that goes on from a saved state ends with the same weights to the bit. It works
-    with weight perturbation, unless it says why not in `single_pass`.
+    The promises:
+    - Its loss is one finite number, with gradients for every weight. This holds in linf and l2, with each head, with
+      two classes, and at a radius of zero.
+    - The loss includes the head's margin and the label smoothing.
+    - The same seed gives the same loss to the bit. If there is noise, each step has other noise.
+    - Its adversarial images lie in the threat model.
+    - It changes no image and no weight, also after an exception.
+    - Only its declared `forwards` move batch norm.
+    - It carries only tensors. A training resumed from a saved state ends with the same weights to the bit.
+    - It works with weight perturbation, unless `single_pass` says why not.
 
     Arguments:
-        objective: with small settings, or what makes it when called.
-        model: makes a new model when called, with a linear last layer, for images of `shape`; without dropout.
-        shape, classes: of that model.
+        objective: the objective with small settings, or a function that makes it.
+        model: a function that makes a new model for images of `shape`. Its last layer is linear. It has no dropout.
+        shape, classes: the image shape and the number of classes of that model.
         helper: the other model that an objective with `helped` learns from.
-        heads: those to try; all of steelman's by default.
+        heads: the names of the heads to try; by default all of steelman's.
 
     >>> from steelman.objectives import PGDAT
     >>> check_objective(PGDAT(), heads=["he"])
@@ -91,7 +95,7 @@ class _Check(Trial):
             self.perturbed()
 
     def trace(self) -> None:
-        """Taking the loss leaves images, weights, modes and generators alone; the outcome is what it should be."""
+        """The loss changes no image, weight, mode or generator. The outcome has the right shapes."""
         net, (x, y) = self.net(), self.batch()
         images, labels, before = x.clone(), y.clone(), Snapshot(net)
         criterion = self.criterion(net)
@@ -99,7 +103,7 @@ class _Check(Trial):
         untold = same_bits(x, images) and torch.equal(y, labels)
         self.subject.keeps("input", untold, "changes the images or labels of its batch")
         before.check(self.subject, WHEN, but=("buffers",))
-        self.subject.keeps("carry", not criterion.carry, "changes `carry` before the gradients are there; use `after`")
+        self.subject.keeps("carry", not criterion.carry, "changes `carry` before the backward pass; use `after`")
         logits, x_adv = criterion.outcome.logits, criterion.outcome.x_adv
         expected = (SAMPLES, self.classes)
         text = f"gives logits of shape {tuple(logits.shape)} in its outcome, expected {expected}"
@@ -113,7 +117,7 @@ class _Check(Trial):
             self.subject.keeps("ball", criterion.threat.contains(x_adv, x).all(), text)
 
     def norms(self) -> None:
-        """The forwards that move batch norm are those declared, in kind and number."""
+        """The forwards that move batch norm have the declared kinds and number."""
         declared = self.objective.forwards
         net, (x, y) = self.net(), self.batch()
         if not moves(net):
@@ -134,11 +138,11 @@ class _Check(Trial):
                 self.subject.keeps("forwards", seen == wanted, text)
 
     def noise(self) -> None:
-        """The seed decides it all; where it matters, each step draws anew."""
+        """The seed alone decides the loss. If there is noise, each step has other noise."""
         x, y = self.batch()
 
         def seen(seed: int, world: int, steps: int = 1) -> list[tuple[Tensor, Tensor]]:
-            """Loss and images of some steps at the same weights and statistics."""
+            """The losses and adversarial images of some steps, with the same weights and statistics in each."""
             net = self.net()
             state, criterion, found = copy.deepcopy(net.state_dict()), self.criterion(net, seed=seed), []
             with global_noise(world):
@@ -162,7 +166,7 @@ class _Check(Trial):
             self.subject.keeps("noise", differ(first, second), text)
 
     def label(self) -> None:
-        """What belongs to the training loss is in it."""
+        """The loss includes the head's margin and the label smoothing."""
         x, y = self.batch()
         losses = []
         for margin, smoothing in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.3)):
@@ -175,7 +179,7 @@ class _Check(Trial):
             ("margin", "the head's margin: its loss is {0:.6g} with margin 0 and 0.5", losses[1]),
             ("smoothing", "the label smoothing: its loss is {0:.6g} with 0 and 0.3", losses[2]),
         ):
-            text = f"forgets {hint.format(losses[0])}; take batch.cross_entropy(logits)"
+            text = f"forgets {hint.format(losses[0])}; use batch.cross_entropy(logits)"
             self.subject.keeps(what, value != losses[0], text)
 
     def combinations(self) -> None:
@@ -194,12 +198,12 @@ class _Check(Trial):
             helper = Waves(2) if self.helper is None else self.helper
             twin = dataclasses.replace(self, classes=2, helper=helper)
             criterion = twin.criterion(net)
-            with contextlib.suppress(UserError):  # who cannot may say so
+            with contextlib.suppress(UserError):  # an objective may refuse two classes
                 self.objective.check(net, x)
                 twin.backward("with two classes", criterion, x, y)
 
     def no_radius(self) -> None:
-        """Where a schedule of the radius begins."""
+        """A radius of zero, where a schedule may begin."""
         x, y = self.batch()
         criterion = self.criterion(self.net())
         self.backward("at a radius of zero", criterion, x, y, eps=0.0)
@@ -208,7 +212,7 @@ class _Check(Trial):
             self.subject.keeps("zero", torch.equal(x_adv, x), f"moves images at a radius of zero, {gap(x, x_adv)}")
 
     def interrupted(self) -> None:
-        """An exception in its second forward leaves no trace either."""
+        """After an exception in its second forward, everything is as before."""
         net, (x, y) = self.net(), self.batch()
         calls = 0
 
@@ -230,7 +234,7 @@ class _Check(Trial):
             handle.remove()
 
     def trained(self, criterion: Criterion, optimizer: torch.optim.Optimizer, batches: range) -> None:
-        """Training on some batches, each as often in a row as the objective wants to see it."""
+        """Train on some batches, each as many times in a row as the objective needs."""
         for number in batches:
             x, y = self.batch(name=f"batch {number}")
             for _ in range(self.objective.repeats):
@@ -240,18 +244,18 @@ class _Check(Trial):
                 optimizer.step()
 
     def carried(self) -> None:
-        """What goes from batch to batch are tensors, which a checkpoint can hold."""
+        """The objective carries only tensors from batch to batch, because a checkpoint holds nothing else."""
         net = self.net()
         criterion = self.criterion(net, steps=STEPS * self.objective.repeats)
         self.trained(criterion, sgd(net), range(STOPPED))
         for name, value in criterion.state_dict()["carry"].items():
-            text = f"carries {name!r} as {type(value).__name__}; a checkpoint holds tensors alone"
+            text = f"carries {name!r} as {type(value).__name__}; a checkpoint holds only tensors"
             self.subject.keeps("carry", isinstance(value, Tensor), text)
             text = f"carries {name!r} with its graph: detach it"
             self.subject.keeps("carry", not value.requires_grad, text)
 
     def resumed(self) -> None:
-        """Saved and taken up by new objects, a training ends as it would have."""
+        """A training resumed by new objects ends with the same weights."""
         net = self.net()
         steps = STEPS * self.objective.repeats
         criterion, optimizer = self.criterion(net, steps=steps), sgd(net)
@@ -268,11 +272,11 @@ class _Check(Trial):
         again.finish()
         for name, value in net.state_dict().items():
             other = twin.state_dict()[name]
-            text = f"does not go on from a saved state: {name} ends off {gap(value, other)}; keep it in batch.carry"
+            text = f"does not resume from a saved state: {name} differs {gap(value, other)}; keep state in batch.carry"
             self.subject.keeps("resume", same_bits(value, other), text)
 
     def perturbed(self) -> None:
-        """With weight perturbation the loss is taken twice on the same images; the weights come back."""
+        """Weight perturbation computes the loss twice on the same images, and moves the weights back."""
         x, y = self.batch()
         plain = self.criterion(self.net())
         self.loss("on a batch", plain, x, y)
@@ -283,7 +287,7 @@ class _Check(Trial):
         self.backward("with weight perturbation", criterion, x, y)
         one, other = plain.outcome.x_adv, criterion.outcome.x_adv
         if one is not None and other is not None:
-            text = f"makes new images where weight perturbation gives it `batch.x_adv`, {gap(one, other)}"
+            text = f"makes new images although weight perturbation gives it `batch.x_adv`, {gap(one, other)}"
             self.subject.keeps("awp", same_bits(one, other), text)
         optimizer.step()
         for name, weight in net.named_parameters():

@@ -1,4 +1,4 @@
-"""What all checks share: the error, what a model and the global generators were like, and the models to try on."""
+"""What all checks share: their error, snapshots of a model and of the global generators, and small models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_p
 
 
 class ContractBrokenError(AssertionError):
-    """A promise is broken. The message says which, with numbers; `promise` is one word for it."""
+    """A broken promise. The message describes it with numbers, and `promise` is one word for it."""
 
     def __init__(self, promise: str, text: str) -> None:
         self.promise = promise
@@ -27,23 +27,23 @@ class ContractBrokenError(AssertionError):
 
 
 class Interrupt(KeyboardInterrupt):
-    """What a model raises to see whether its caller cleans up. Who catches errors of models lets this one through."""
+    """An error that a model raises to test its caller. It is no `Exception`: `except Exception` does not catch it."""
 
 
 class Subject:
-    """What is checked, by the name that messages call it."""
+    """The name of the checked attack, objective or head. All messages begin with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def keeps(self, promise: str, kept: object, text: str | Callable[[], str]) -> None:
-        """Raise unless the promise is kept; `text` is a sentence without its subject."""
+        """Raise unless `kept`. `text` is a sentence without its subject."""
         if not kept:
             raise ContractBrokenError(promise, f"{self.name} {text if isinstance(text, str) else text()}")
 
     @contextlib.contextmanager
     def runs(self, what: str) -> Iterator[None]:
-        """Inside, an error is a broken promise: `what` is something that has to work."""
+        """Inside, any error is a broken promise. `what` describes what must work."""
         try:
             yield
         except ContractBrokenError:
@@ -54,7 +54,7 @@ class Subject:
 
 
 def made(ingredient: Any) -> Any:
-    """The ingredient itself; of a factory, which can be called without arguments, what it makes."""
+    """The ingredient itself or, if it can be called without arguments, what the call gives."""
     try:
         inspect.signature(ingredient).bind()
     except (TypeError, ValueError):
@@ -63,7 +63,7 @@ def made(ingredient: Any) -> Any:
 
 
 def name_of(ingredient: Any) -> str:
-    """What to call an ingredient: the name of its class or function."""
+    """The name of an ingredient's class or function."""
     if isinstance(ingredient, partial):
         return name_of(ingredient.func)
     return str(getattr(ingredient, "__name__", type(ingredient).__name__))
@@ -71,7 +71,7 @@ def name_of(ingredient: Any) -> str:
 
 @contextlib.contextmanager
 def global_noise(seed: int) -> Iterator[None]:
-    """Inside, the generators of torch, Python and NumPy begin at `seed`; afterwards they are as before."""
+    """Inside, the generators of torch, Python and NumPy start at `seed`. Afterwards they are as before."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -86,7 +86,7 @@ def global_noise(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes in one thread, as before afterwards. A search in threads asks its model once more."""
+    """Inside, torch uses one thread. With more threads, an attack may run on copies of its model, one for each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,13 +96,13 @@ def one_thread() -> Iterator[None]:
 
 
 class Snapshot:
-    """A model and the global generators as they are now."""
+    """The current state of a model and of the global generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.before = model, _state(model)
 
     def check(self, subject: Subject, when: str, *, but: tuple[str, ...] = ()) -> None:
-        """Raise if something has changed; `when` ends the sentence, `but` is what may change."""
+        """Raise if something has changed. `when` ends the sentence. `but` names what may change."""
         after = _state(self.model)
         for what, (promise, text) in CHANGES.items():
             old, new = self.before[what], after[what]
@@ -114,7 +114,7 @@ class Snapshot:
             subject.keeps(promise, False, f"{text.format(count=count)}{named} {when}")
 
 
-# What may have changed: the promise, and the sentence that names it.
+# Each part of a snapshot: its promise, and the sentence if it has changed.
 CHANGES = {
     "modes": ("modes", "leaves {count}modules in another mode"),
     "requires_grad": ("requires_grad", "leaves {count}weights with another requires_grad"),
@@ -155,13 +155,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal to the bit, NaN included."""
+    """Whether two tensors are equal to the bit. Equal NaNs count as equal."""
     same_kind = one.shape == other.shape and one.dtype == other.dtype
     return same_kind and one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
 
 
 def gap(one: Tensor, other: Tensor) -> str:
-    """How far two tensors are apart, for a message."""
+    """The largest difference of two tensors, for a message."""
     if one.shape != other.shape:
         return f"shape {tuple(other.shape)} instead of {tuple(one.shape)}"
     return f"by up to {float((one.detach().double() - other.detach().double()).abs().max()):.3g}"
@@ -175,7 +175,7 @@ def noise(name: str, *shape: int, normal: bool = False) -> Tensor:
 
 
 class Curved(nn.Module):
-    """b tanh(a x), written without a matrix product: no bit of a sample's logits depends on the batch around it."""
+    """b tanh(a x), without a matrix product: the rounding of a matrix product depends on the size of the batch."""
 
     def __init__(self, classes: int, pixels: int) -> None:
         super().__init__()
@@ -188,10 +188,10 @@ class Curved(nn.Module):
 
 
 class Straight(nn.Module):
-    """A linear model of two classes: from each of its `images`, all of class 0, the boundary is `distance` away.
+    """A linear model of two classes. Its `images` have class 0, and each lies at `distance` from the boundary.
 
     z_1 - z_0 = w . (x - 1/2) - distance, where w has length 1 in the dual norm. Pixels are near the middle of [0, 1],
-    so that the range is in nobody's way.
+    so the range of pixels limits no attack.
     """
 
     def __init__(self, shape: tuple[int, ...], distance: float, dual: float, count: int = 4) -> None:
@@ -199,19 +199,22 @@ class Straight(nn.Module):
         x = 0.45 + 0.1 * noise("straight", count, *shape).flatten(1)
         w, own = noise("w", 2, x.shape[1], normal=True)
         w = w / torch.linalg.vector_norm(w, ord=dual)
-        # Moved along w, each image is as far from the boundary as the others.
+        # This move along w gives each image the same distance from the boundary.
         x = x - ((x - 0.5) @ w / w.square().sum())[:, None] * w
         self.weight = nn.Parameter(torch.stack((own, own + w)))
         self.images, self.behind = x.reshape(count, *shape), distance
 
     def forward(self, x: Tensor) -> Tensor:
         z = ((x.flatten(1) - 0.5)[:, None, :] * self.weight.to(x)).sum(dim=-1)
-        # The logits are far from zero, for attacks that divide by their length.
+        # Some attacks divide by the length of the logits, so the logits must be far from zero.
         return z + torch.tensor([3 + self.behind, 3.0]).to(x)
 
 
 def trapped(classes: int, shape: tuple[int, ...]) -> nn.Sequential:
-    """A network that remembers: batch norm, dropout, mixed modes, a frozen layer, and gradients on its weights."""
+    """A network with all states that an attack could change.
+
+    It has batch norm, dropout, mixed modes, a frozen layer, and gradients on its weights.
+    """
     with global_noise(0):
         net = nn.Sequential(
             nn.Conv2d(shape[0], 4, 3, padding=1),

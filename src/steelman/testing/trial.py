@@ -1,4 +1,4 @@
-"""An objective with all that it takes to call it: networks, batches, criteria; and the error each call may be."""
+"""An objective with networks, batches and criteria to try it on. An error in a call is a broken promise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from steelman.testing.promises import Subject, global_noise, noise
 from steelman.threat import ThreatModel
 
 SAMPLES = 6
-STEPS, STOPPED = 6, 4  # batches of a whole training, and those before it is interrupted
+STEPS, STOPPED = 6, 4  # batches of a whole training, and of one that is interrupted
 
 
 @dataclasses.dataclass
 class Trial:
-    """One objective, and what to try it on."""
+    """One objective, and the model, images and helper to try it on."""
 
     subject: Subject
     objective: Objective
@@ -32,8 +32,10 @@ class Trial:
     helper: nn.Module | None
 
     def net(self, head: str = "he", classes: int | None = None) -> nn.Module:
-        """A new network in train mode, always with the same weights. Without dropout nothing but the objective draws
-        random numbers."""
+        """A new network in train mode, always with the same weights.
+
+        It has no dropout, so that only the objective draws random numbers.
+        """
         with global_noise(3):
             net = small(self.shape, classes or self.classes) if self.model is None else self.model()
             return embed(net, head).train()
@@ -43,7 +45,7 @@ class Trial:
         return x, torch.arange(SAMPLES) % (classes or self.classes)
 
     def criterion(self, net: nn.Module, **changes: Any) -> Criterion:
-        """The objective's criterion. The objective is a copy: what one call leaves in it, another does not find."""
+        """A criterion of a copy of the objective. Without the copy, one check could change the next one's objective."""
         given: dict[str, Any] = {"threat": ThreatModel(eps=0.1), "steps": STEPS, "seed": 5, **changes}
         helper = Waves(self.classes) if self.helper is None else self.helper
         with self.subject.runs("to be made a Criterion of"):
@@ -58,7 +60,7 @@ class Trial:
         return loss
 
     def backward(self, what: str, criterion: Criterion, x: Tensor, y: Tensor, **rest: Any) -> None:
-        """Loss and gradients."""
+        """Compute the loss and the gradients, and check both."""
         loss = self.loss(what, criterion, x, y, **rest)
         with self.subject.runs(f"in the backward pass {what}"):
             torch.autograd.backward(loss)
@@ -70,7 +72,7 @@ class Trial:
 
 
 class Waves(nn.Module):
-    """A model to learn from; in any precision, for any image."""
+    """A helper model for images of any shape and precision."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Waves(nn.Module):
 
 
 def small(shape: tuple[int, int, int], classes: int) -> nn.Sequential:
-    """Two layers with batch norm between them, smooth for objectives that differentiate twice."""
+    """Two layers with batch norm between them. Some objectives differentiate twice, so the activation is smooth."""
     pixels = shape[0] * shape[1] * shape[2]
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 12), nn.BatchNorm1d(12), nn.SiLU(), nn.Linear(12, classes))
 

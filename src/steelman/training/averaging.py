@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 
 class Average:
-    """avg <- d avg + (1 - d) w after every step, with d ramped up as min(decay, (1 + t) / (10 + t)) so that the first
-    steps, far from the end, are soon forgotten. Buffers (batch-norm statistics) are averaged too; counters are copied.
+    """avg <- d avg + (1 - d) w after every step, with d = min(decay, (1 + t) / (10 + t)).
+
+    d is small at first, so the weights of the first steps soon lose their influence. Buffers, such as batch-norm
+    statistics, are averaged too. Counters are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -18,11 +20,11 @@ class Average:
         self.values: dict[str, Tensor] = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"steps": self.steps, "values": self.values}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Continue from what ``state`` gave."""
         self.steps = state["steps"]
         self.values = {name: value.to(self.values[name].device) for name, value in state["values"].items()}
 

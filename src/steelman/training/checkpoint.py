@@ -1,7 +1,7 @@
-"""Checkpoints: safetensors plus JSON in one folder, moved into place whole, checked by hash when read.
+"""Checkpoints: safetensors and JSON in one folder. It is written whole or not at all, and checked by hash when read.
 
-Layout of a run: ``checkpoints/step-00001234/{tensors.safetensors,state.json}``. The newest two are kept, the last
-finished epoch's, the one with the best validation robustness, and the ends of cycles where they are wanted.
+Layout of a run: ``checkpoints/step-00001234/{tensors.safetensors,state.json}``. A run keeps the two newest checkpoints.
+It also keeps that of the last finished epoch, that with the best validation robustness, and the needed ends of cycles.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ KEEP = 2
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Split nested dicts and lists into plain JSON and named tensors; ``unpack`` puts them together again."""
+    """Split nested dicts and lists into plain JSON and named tensors. ``unpack`` does the opposite."""
     if isinstance(value, Tensor):
-        while name in tensors:  # "a.b" in one dict and "b" in a dict "a" are two tensors
+        while name in tensors:  # key "a.b" in one dict, and key "b" in a dict "a", would get the same name
             name += "'"
-        # A clone: safetensors refuses tensors that share memory, and the caller may go on changing its own.
+        # A clone: safetensors refuses tensors that share memory, and the caller may change its tensor later.
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
     if isinstance(value, dict):
@@ -61,9 +61,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
-    """Write `state` as the checkpoint `folder`; on any failure nothing is left and older checkpoints stay.
+    """Write `state` as the checkpoint `folder`. A failure leaves no half-written checkpoint, and no older one changes.
 
-    A folder that is there already is the same step of the same run, and stays.
+    An existing folder is kept: it is the same step of the same run.
     """
     if folder.exists():
         return
@@ -89,11 +89,11 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint; one that is damaged or incomplete is refused with what is wrong."""
+    """Read a checkpoint. A damaged or incomplete one is refused, and the error says why."""
     try:
         text, seal = (folder / "state.json").read_text().rstrip("\n").rsplit("\n", 1)
         content = (folder / "tensors.safetensors").read_bytes()
-    except (FileNotFoundError, ValueError) as error:  # other errors of the system may pass, and damn no checkpoint
+    except (FileNotFoundError, ValueError) as error:  # other errors, such as too many open files, prove no damage
         raise UserError(f"checkpoint {folder} is incomplete: {error}") from None
     if hashlib.sha256(text.encode()).hexdigest() != seal:
         raise UserError(f"checkpoint {folder} is damaged: state.json does not match its checksum")
@@ -109,7 +109,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
+    """The folder of a step's checkpoint."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
@@ -119,7 +119,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def prune(run: Path, keep: set[int]) -> None:
-    """Delete all but the newest checkpoints and those of the steps in `keep`."""
+    """Delete all checkpoints except the newest, and those of the steps in `keep`."""
     kept = {checkpoint_path(run, step) for step in keep}
     for folder in checkpoints(run)[KEEP:]:
         if folder not in kept:
@@ -127,11 +127,11 @@ def prune(run: Path, keep: set[int]) -> None:
 
 
 def load_newest(run: Path, first: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """The newest sound checkpoint of a run, and a sentence for each damaged one put aside on the way.
+    """The newest undamaged checkpoint of a run, and a sentence for each newer, damaged one.
 
-    Of several processes only the `first` moves anything; the others pass over what is damaged or just being moved.
+    Damaged checkpoints are renamed. Of several processes, only the `first` renames; the others skip them.
     """
-    for rest in (run / "checkpoints").glob(".part-*") if first else ():  # of a save that was killed
+    for rest in (run / "checkpoints").glob(".part-*") if first else ():  # a killed process leaves such a folder
         shutil.rmtree(rest, ignore_errors=True)
     damaged: list[str] = []
     for folder in checkpoints(run):
@@ -144,5 +144,5 @@ def load_newest(run: Path, first: bool = True) -> tuple[dict[str, Any], list[str
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
     if damaged:
-        raise UserError("no sound checkpoint is left:\n" + "\n".join(damaged))
+        raise UserError("all checkpoints are damaged:\n" + "\n".join(damaged))
     raise UserError(f"nothing to resume in {run}: it has no checkpoint")

@@ -1,4 +1,4 @@
-"""Train a model of one's own, with one call."""
+"""Train your own model with one call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from steelman.training.run import make_fabric
 from steelman.training.settings import Adam, RunSettings, Training, Validation
 from steelman.training.trainer import Trainer
 
-# For any network: Adam with a warm-up and a long way down is seldom far from the best.
+# The default for any network: with Adam, a warm-up and a long decay are seldom far from the best.
 LR = Piecewise(points=((0.0, 0.0), (0.2, 2e-3), (1.0, 0.0)))
 
 
@@ -64,27 +64,27 @@ def fit(
     resume: Literal["exact", "plain"] = "exact",
     console: Console | None = None,
 ) -> Run:
-    """Train `model` against an adversary, keep its best epoch, and measure it: the verdict is in the run.
+    """Train `model` against an attack, keep its best epoch, and measure it. The run holds the verdict.
 
-    The model is trained in place and ends with the kept weights, in eval mode. Without `settings` it is trained by Adam
-    for 10 epochs, and a tenth of the data, at most 1,000 samples, is held out to choose the epoch.
+    The model itself is trained. It ends with the kept weights, in eval mode. Without `settings`, Adam trains it for 10
+    epochs. A tenth of the data, at most 1,000 samples, is held out to choose the epoch.
 
     Arguments:
-        model: gives logits for images in [0, 1]. Answers with ``.logits``, dicts and tuples are read too.
-        data: (images, labels) as tensors, a map-style torch Dataset, or one of steelman's data sets or sources.
+        model: gives logits for images in [0, 1]. The answer may also be an object with ``.logits``, a dict or a tuple.
+        data: (images, labels) as tensors, a map-style torch Dataset, or a dataset or source of steelman.
         threat: the norm, the radius and the range of the pixels.
         objective: the method; by default ``PGDAT()``.
-        epochs, batch_size, lr, seed: in place of those in `settings`.
-        settings: everything else: optimiser, radius schedule, validation, guards, weight perturbation, precision ...
-        augment: such as ``CropFlip()``; by default none.
+        epochs, batch_size, lr, seed: replace those in `settings`.
+        settings: everything else, such as optimiser, radius schedule, validation, guard and precision.
+        augment: the augmentation of training images, such as ``CropFlip()``; by default none.
         helper: the other model that HAT learns from.
-        test: images that the verdict is given on, in the forms of `data`. Without it the verdict is on the held-out
-            images, which also chose the epoch.
-        suite: what the verdict is measured with.
-        out: the run's folder. The same call again goes on where it stopped, with the same weights in the end, to the
-            bit. Without it nothing is kept on disk.
-        resume: "plain" goes on even where the data cannot be had as they were, because they draw random numbers of
-            their own.
+        test: the images of the verdict, in any form that `data` can have. By default they are the held-out images,
+            which also choose the epoch.
+        suite: the attacks that the verdict is measured with.
+        out: the run's folder. The same call again resumes an interrupted run, with the same weights in the end, to the
+            bit. Without a folder, no file is kept.
+        resume: "exact", or "plain" for a Dataset with its own random numbers. Such a run resumes from its last
+            checkpoint, but the images are not the same as without the interruption.
         console: where progress is shown; by default the terminal.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
@@ -97,7 +97,7 @@ def fit(
     given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
     train, held_out, tested, how = _data(data, test, _settings(settings, given), console)
     x = train.images(torch.arange(min(2, len(train))))
-    # The bare module: the trainer wraps it itself.
+    # The module without wrappers, because the trainer adds its own.
     net, sentence = detected(bare(model), x)
     if sentence:
         console.print(sentence, highlight=False, soft_wrap=True)
@@ -115,14 +115,14 @@ def fit(
             return _again(place, net, model)
         if begun == "unfinished" and not _exact(train) and resume == "exact" and checkpoints(place):
             raise UserError(
-                f"{place} holds an interrupted run, and it cannot go on exactly: the Dataset draws random numbers "
-                "from a generator of its own, so its images come out otherwise the second time. resume='plain' goes on "
-                "from the last checkpoint with other draws"
+                f"{place} holds an interrupted run that cannot resume exactly: the Dataset has its own random "
+                "generator, so its images are different the second time. resume='plain' goes on from the last "
+                "checkpoint with other random numbers"
             )
         started, fabric = time.monotonic(), make_fabric(how.compute)
         fabric.launch()
         if fabric.world_size > 1 and out is None:
-            raise UserError("out: several processes meet in a folder: expected one, got none")
+            raise UserError("out: several processes need a common folder: expected one, got none")
         trainer = Trainer(
             net=net,
             train=train,
@@ -140,7 +140,7 @@ def fit(
         trained = trainer.fit(resume=begun == "unfinished")
         kept = _kept(net, trained, how)
         if not fabric.is_global_zero:
-            fabric.barrier()  # until the first process has measured the model
+            fabric.barrier()  # wait until the first process has measured the model
             return _again(place, net, model)
         name = type(bare(model)).__name__
         export(place, trained, _description(net, train, threat, how, name))
@@ -164,14 +164,14 @@ def fit(
 
 
 def _settings(settings: RunSettings | None, given: Mapping[str, Any]) -> RunSettings:
-    """How to train: `settings`, with what was given by itself in place of theirs."""
+    """The settings of a run: `settings`, or the defaults, changed by the arguments that were `given` to ``fit``."""
     how = settings or RunSettings(training=Training(optimizer=Adam(), lr=LR))
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(how, training=dataclasses.replace(how.training, **changes))
 
 
 def _data(data: object, test: object, how: RunSettings, console: Console) -> tuple[Source, Source, Source, RunSettings]:
-    """Images to train on, to choose the epoch by, and to measure; and the settings with the size of the second."""
+    """The images for training, for choosing the epoch and for the verdict; and the settings with the held-out size."""
     if isinstance(data, Dataset):
         test = data.test if test is None else test
     source = as_source(data.train if isinstance(data, Dataset) else data)
@@ -187,7 +187,7 @@ def _data(data: object, test: object, how: RunSettings, console: Console) -> tup
     if test is None:
         console.print(
             f"no test images were given: the verdict is on the {size} held-out images, which also choose the epoch; "
-            "test=... takes others",
+            "pass others as test=...",
             highlight=False,
             soft_wrap=True,
         )
@@ -206,7 +206,7 @@ def _data(data: object, test: object, how: RunSettings, console: Console) -> tup
 
 
 def _exact(source: Source) -> bool:
-    """Whether the images can be had a second time as they were."""
+    """Whether the images are the same when they are read a second time."""
     while (inner := getattr(source, "source", None)) is not None:
         source = inner
     return bool(getattr(source, "exact", True))
@@ -221,7 +221,7 @@ def _asked(
     augment: Augmentation | None,
     helper: nn.Module | None,
 ) -> dict[str, Any]:
-    """What was asked for, as text: another call with the same folder is told what differs."""
+    """The arguments of a call, as texts. A later call with the same folder is compared with them."""
     rows = torch.arange(min(16, len(train)))
     images = train.images(rows).numpy().tobytes() if _exact(train) else b""
     layers = [(name, tuple(value.shape)) for name, value in net.state_dict().items()]
@@ -240,7 +240,7 @@ def _asked(
 
 
 def _text(value: object) -> str:
-    """A setting as text; of an object that has no text of its own, its class."""
+    """A setting as text. For an object whose text contains its address, it is the name of its class."""
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -250,11 +250,11 @@ def _digest(content: bytes) -> str:
 
 
 def _begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished", "finished"]:
-    """Make the run's folder, or find the run of this very call in it."""
+    """Make the run's folder, or find the run of the same call in it."""
     mark = place / "fit.json"
     if not mark.exists():
         if (place / "recipe.yaml").exists():
-            raise UserError(f"{place} holds a run by a recipe; choose another folder")
+            raise UserError(f"{place} holds a run of a recipe; choose another folder")
         make_folder(place, "fit.json", json.dumps(asked, indent=1).encode())
         return "new"
     try:
@@ -266,14 +266,14 @@ def _begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished"
         key = different[0]
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(
-            f"{place} holds the run of another call: its {key} is {kept.get(key)}, and here it is {asked[key]}{more}; "
-            "choose another folder, or delete it"
+            f"{place} holds the run of another call: its {key} is {kept.get(key)}, and that of this call is "
+            f"{asked[key]}{more}; choose another folder, or delete it"
         )
     return "finished" if (place / "run.json").exists() else "unfinished"
 
 
 def _kept(net: nn.Module, trained: Trained, how: RunSettings) -> nn.Module:
-    """The model with the kept weights, in eval mode; of several kept ones, their ensemble."""
+    """The model with the kept weights, in eval mode. If several weights were kept, it is their ensemble."""
     if trained.members:
         from copy import deepcopy
 
@@ -289,18 +289,18 @@ def _kept(net: nn.Module, trained: Trained, how: RunSettings) -> nn.Module:
 
 
 def _outer(model: nn.Module, kept: nn.Module, net: nn.Module) -> nn.Module:
-    """The caller's own object where it is the kept model, however it is wrapped."""
+    """The caller's own `model`, if it is the kept model or a wrapper around it; else the kept model."""
     return model.eval() if kept is net and bare(model) is net else kept
 
 
 def _again(place: Path, net: nn.Module, model: nn.Module) -> Run:
-    """The finished run of this very call, with its weights in the caller's model."""
+    """The finished run of the same call, with its weights in the caller's model."""
     run = load(place, net)
     return dataclasses.replace(run, kept=_outer(model, run.model, net))
 
 
 def _built(net: nn.Module, train: Source) -> dict[str, Any] | None:
-    """The names and options from which steelman builds this very model again; None if it does not."""
+    """The names and options from which steelman can build this model again, or None."""
     if not isinstance(net, Classifier) or net.spec is None:
         return None
     spec, head = net.spec["model"], net.spec["head"]
@@ -315,13 +315,13 @@ def _built(net: nn.Module, train: Source) -> dict[str, Any] | None:
             std=spec["std"],
             **spec["options"],
         )
-    # Whoever changed a layer or the head since has another model, which only their code can build.
+    # A user may have changed a layer or the head. Only the user's code can build such a model.
     same = repr(again) == repr(net) and again.state_dict().keys() == net.state_dict().keys()
     return net.spec if same and net.head.num_classes == len(train.classes) else None
 
 
 def _description(net: nn.Module, train: Source, threat: ThreatModel, how: RunSettings, name: str) -> dict[str, Any]:
-    """What model.json says: how to rebuild a model that steelman built, and of any other the name of its class."""
+    """The content of model.json: how steelman can rebuild the model, or else the name of the model's class."""
     spec = _built(net, train)
     own = {"name": None, "class": name, "wrapped": isinstance(net, Wrapped)}
     return {

@@ -1,8 +1,13 @@
 """A run's folder: what it holds, how it is made, and how it is read back.
 
-``recipe.yaml`` or ``fit.json`` (what was asked for), ``environment.json``, ``metrics.jsonl`` and ``tensorboard``,
-``checkpoints``, ``model.safetensors`` with ``model.json`` (the kept weights), ``verdict`` (the evidence), ``attacks``
-(the evidence of attacks that were given one by one), ``report.html``, and last ``run.json``: it marks a finished run.
+- ``recipe.yaml`` or ``fit.json``: the settings of the run.
+- ``environment.json``: the versions of the libraries.
+- ``metrics.jsonl`` and ``tensorboard``: the course of the training.
+- ``checkpoints``: what a resume needs.
+- ``model.safetensors`` and ``model.json``: the kept weights, and how to rebuild their model.
+- ``verdict``: the evidence of the suite. ``attacks``: the evidence of the attacks of ``evaluation.attacks``.
+- ``report.html``: the report.
+- ``run.json``: marks a finished run, so it is written last.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from steelman.evaluation.evaluate import evaluate, versions
 from steelman.evaluation.result import Evaluation, Verdict
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
-from steelman.evidence.bundle import OWN, finished, read_bundle, weights_digest
+from steelman.evidence.bundle import GIVEN, OWN, finished, read_bundle, weights_digest
 from steelman.files import write_atomic
 from steelman.models.batchnorm import route, split_norms
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
@@ -37,16 +42,14 @@ from steelman.training.guard import blind
 from steelman.training.progress import read_history
 from steelman.training.records import Trained
 
-ATTACKS_OF = "attacks"  # the folder with the evidence of attacks that were given one by one
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run: the kept model in eval mode, its epochs, and what was measured.
+    """A finished run: the kept model in eval mode, its epochs, and its evaluation.
 
-    `path` and `report` are None for a run that was not kept in a folder. `evaluation` is that of the suite, or else of
-    the attacks that were given; `attacked` that of the given attacks, where there are both. `missing` says why there is
-    no model, where its code is not to be had.
+    `path` and `report` are None for a run without a folder. `evaluation` is that of the suite. A run without a suite
+    has the evaluation of its given attacks there. If the run has both, `attacked` is the evaluation of the attacks.
+    `missing` is the reason if there is no model: only the user's code can build it.
     """
 
     path: Path | None
@@ -58,37 +61,37 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The kept model; on the device it was trained on, or on the CPU when it was read back."""
+        """The kept model. It is on the device of the training, or on the CPU if the run was loaded."""
         if self.kept is None:
             raise UserError(self.missing)
         return self.kept
 
     @property
     def verdict(self) -> Verdict:
-        """How many samples no attack broke, and how far that may be believed."""
+        """How many samples no attack broke, and how far this number can be trusted."""
         if self.evaluation.verdict is None:
             raise UserError(f"the evaluation in {self.path} has no verdict")
         return self.evaluation.verdict
 
     @property
     def report(self) -> Path | None:
-        """The page."""
+        """The path of the report."""
         return None if self.path is None else self.path / "report.html"
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the run to the Hugging Face Hub, as ``owner/name``; its address. See `models.hub.push`."""
+        """Upload the run to the Hugging Face Hub as ``owner/name``, and return its address. See `models.hub.push`."""
         from steelman.models.hub import push
 
         if self.path is None:
-            raise UserError("expected a run that is kept in a folder: call fit with out=FOLDER")
+            raise UserError("expected a run with a folder, got one without: call fit with out=FOLDER")
         return push(self.path, repo_id, **options)
 
 
 def load(place: Path | str, model: nn.Module | None = None) -> Run:
-    """A finished run, from its folder or from ``hf:owner/name``.
+    """Load a finished run from its folder or from ``hf:owner/name``.
 
-    `model` is needed where the run's model is the caller's own code: a module of the same architecture, into which the
-    kept weights are put.
+    `model` is needed if only the caller's code can build the run's model. It is a module of the same architecture, and
+    gets the kept weights.
     """
     if str(place).startswith("hf:"):
         from steelman.models.hub import pull
@@ -107,7 +110,7 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
         missing = problem
     else:
         kept, _ = load_model(folder)
-    attacked = folder / ATTACKS_OF
+    attacked = folder / GIVEN
     both = finished(folder / OWN) and finished(attacked)
     return Run(
         path=folder,
@@ -120,7 +123,7 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
 
 
 def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model a run kept, in eval mode, and its description."""
+    """The kept model of a run, in eval mode, and its description."""
     record, state = read_model(folder)
     if (problem := _foreign(folder)) is not None:
         raise UserError(problem)
@@ -161,19 +164,19 @@ def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
     if hashlib.sha256(content).hexdigest() != checksum:
-        raise UserError(f"{path} is damaged or is not the one model.json describes: its checksum differs")
+        raise UserError(f"{path} is damaged, or model.json describes another file: the checksum differs")
     return record, load_state(path)
 
 
 def _foreign(folder: Path) -> str | None:
-    """Why a run's model cannot be built from its folder; None if it can."""
+    """The reason why a run's model cannot be built from its folder, or None if it can."""
     record, _ = read_model(folder)
     spec = record["model"]
     if isinstance(spec, dict) and spec.get("name") is None:
         weights = folder / "model.safetensors"
         return (
-            f"the model of {folder} is code of its own (class {spec.get('class')}), and no code is read from a folder. "
-            f"In Python: steelman.load({str(folder)!r}, model=MyModel()). On the command line: name "
+            f"only your own code can build the model of {folder} (class {spec.get('class')}), and a run's folder holds "
+            f"no code. In Python: steelman.load({str(folder)!r}, model=MyModel()). On the command line: name "
             f"package.module:factory as the model, with --weights {weights}"
         )
     return None
@@ -188,14 +191,14 @@ def _filled(model: nn.Module, folder: Path) -> nn.Module:
         model = detected(model, torch.full((2, *record["input_shape"]), 0.5)).model
     if record.get("members"):
         raise UserError(
-            f"the model of {folder} is an ensemble of {record['members']}; expected none of your own for it"
+            f"the model of {folder} is an ensemble of {record['members']} models; expected no model argument, got one"
         )
     load_weights(model, state, str(folder / "model.safetensors"))
     return model.eval()
 
 
 def make_folder(folder: Path, name: str, content: bytes) -> None:
-    """Make a run's folder with what was asked for; a folder that holds something else is never overwritten."""
+    """Make a run's folder, with the settings in the file `name`. A folder that is not empty is never changed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -207,7 +210,7 @@ def make_folder(folder: Path, name: str, content: bytes) -> None:
 
 
 def export(folder: Path, trained: Trained, description: Mapping[str, Any]) -> None:
-    """Write the kept weights, and how to rebuild their model."""
+    """Write the kept weights, and the description of their model."""
     content = save({name: value.contiguous() for name, value in trained.state.items()})
     record = {
         "format": 1,
@@ -222,7 +225,7 @@ def export(folder: Path, trained: Trained, description: Mapping[str, Any]) -> No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a finished model is measured with, and on what."""
+    """How a finished model is measured: images, threat model, suite and attacks."""
 
     source: Source
     threat: ThreatModel
@@ -245,8 +248,10 @@ def finish(
     show: bool = True,
     keep: bool = True,
 ) -> Run:
-    """Measure the kept model, write the report and mark the run as finished; without `keep` the folder is left behind
-    by nobody, and the run does not name it."""
+    """Measure the kept model, write the report, and mark the run as finished.
+
+    `keep` False is for a temporary folder: the run then has no `path`.
+    """
     if trained.stopped:
         console.print(
             f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
@@ -255,14 +260,14 @@ def finish(
     if warning:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
     found = []
-    for place, suite in ((OWN, measured.suite), (ATTACKS_OF, dict(measured.attacks))):
+    for place, suite in ((OWN, measured.suite), (GIVEN, dict(measured.attacks))):
         if not suite:
             continue
-        if finished(folder / place):  # by a process that was killed before it wrote the report
+        if finished(folder / place):  # an earlier process finished it, and was killed before the end of the run
             if _still(folder / place, model, measured, suite):
                 found.append(Evaluation.load(folder / place))
                 continue
-            (folder / place).rename(folder / f"{place}-{time.time_ns()}")  # it answers another question
+            (folder / place).rename(folder / f"{place}-{time.time_ns()}")  # its model or its settings are others
         found.append(
             evaluate(
                 model,
@@ -291,17 +296,17 @@ def finish(
         "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
         "session_seconds": time.monotonic() - started,
     }
-    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last: it marks a finished run
+    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last, because it marks a finished run
     return run
 
 
 def _still(folder: Path, model: nn.Module, measured: Measured, suite: str | Suite | dict[str, Attack]) -> bool:
-    """Whether finished evidence is of this very question."""
+    """Whether finished evidence is of the same model, images, threat model and attacks."""
     record = read_bundle(folder).record
     asked = suite_of(suite, measured.threat)
     stages = [stage.name for stage in asked.stages]
     attacks = [stage["attack"] for stage in record["suite"]["stages"]]
-    # Of a cascade the names suffice: they stand for one version of its stages.
+    # For a cascade, the names are enough: a name always means the same stage.
     if asked.protocol and attacks != [stage.described() for stage in asked.stages]:
         return False
     return [stage["name"] for stage in record["suite"]["stages"]] == stages and all(
@@ -317,7 +322,7 @@ def _still(folder: Path, model: nn.Module, measured: Measured, suite: str | Suit
 
 
 def entries_of(run: Run, name: str) -> list[Entry]:
-    """A run as entries of a report: the verdict, and the attacks that were given one by one."""
+    """The entries of a run in a report: its verdict, and its attacks that ran one by one."""
     found = [Entry(name=name, evaluation=run.evaluation, history=run.history)]
     if run.attacked is not None:
         found.append(Entry(name=f"{name}, attack by attack", evaluation=run.attacked))
@@ -325,7 +330,7 @@ def entries_of(run: Run, name: str) -> list[Entry]:
 
 
 def write_report(run: Run, console: Console) -> None:
-    """Print the table and the verdict, write the page, say where it is."""
+    """Print the table and the verdict, write the report, and print its path."""
     entries = entries_of(run, run.evaluation.model)
     console.print(tables.scores_table(entries))
     console.print(tables.verdict_text(run.evaluation))

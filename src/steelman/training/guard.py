@@ -1,4 +1,4 @@
-"""What goes wrong in training, noticed and said in words; and stopping cleanly when asked."""
+"""Checks for problems in training, each with a sentence for the user; and a clean stop after a signal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from steelman.training.settings import Guard
 
 
 def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
-    """A sentence when the last epoch shows catastrophic overfitting, else None."""
+    """A sentence if the last epoch shows catastrophic overfitting, else None."""
     if guard.on_collapse == "ignore" or len(history) < 2:
         return None
     last, before = history[-1], history[-2]
     best = max(history[:-1], key=lambda epoch: float(epoch["validation_robust"]))
-    if last.get("eps", 0) < best.get("eps", 0):  # a reset of the radius, after which both are expected
+    if last.get("eps", 0) < best.get("eps", 0):  # after a reset of the radius, both changes are normal
         return None
     fell = best["validation_robust"] - last["validation_robust"]
     if fell > guard.drop and last["train_accuracy"] >= before["train_accuracy"] - 0.05:
@@ -34,7 +34,7 @@ def collapse(history: Sequence[dict[str, Any]], guard: Guard) -> str | None:
 
 
 def stagnation(history: Sequence[dict[str, Any]], patience: int | None) -> str | None:
-    """A sentence when the last `patience` epochs brought no better validation robustness than the ones before."""
+    """A sentence if the last `patience` epochs brought no better validation robustness, else None."""
     if patience is None or len(history) <= patience:
         return None
     robust = [float(epoch["validation_robust"]) for epoch in history]
@@ -44,20 +44,20 @@ def stagnation(history: Sequence[dict[str, Any]], patience: int | None) -> str |
 
 
 def blind(history: Sequence[dict[str, Any]]) -> str | None:
-    """A sentence when the training attack says nothing about robustness: the model beats it, but not PGD."""
+    """A sentence if the model is robust to its training attack, but not to the validation attack; else None."""
     if not history:
         return None
     last = history[-1]
     if last["train_accuracy"] - last["validation_robust"] < 0.5:
         return None
     return (
-        f"the model withstands its training attack ({last['train_accuracy']:.1%}) but not the validation attack "
-        f"({last['validation_robust']:.1%}): a training attack of more or smaller steps, or another start, is needed"
+        f"the model is robust to its training attack ({last['train_accuracy']:.1%}), but not to the validation attack "
+        f"({last['validation_robust']:.1%}): take a training attack with more or smaller steps, or with another start"
     )
 
 
 def poisoned(model: nn.Module, epoch: int) -> str | None:
-    """A sentence when weights are no longer finite: the last loss of the epoch was, its gradient was not."""
+    """A sentence if weights are NaN or infinite, else None. The last loss of an epoch can be finite all the same."""
     broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
     if not broken:
         return None
@@ -65,14 +65,14 @@ def poisoned(model: nn.Module, epoch: int) -> str | None:
 
 
 class StopRequest:
-    """The number of the signal that asked for a stop, once one came; 0 until then."""
+    """The number of the signal that asked for a stop, or 0."""
 
     number: int = 0
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn the first Ctrl-C or SIGTERM into a request; a second Ctrl-C acts at once."""
+    """Inside, the first Ctrl-C or SIGTERM only sets the request. A second Ctrl-C stops at once."""
     request = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature signals need
@@ -81,7 +81,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         request.number = number
 
     old = {}
-    with contextlib.suppress(ValueError):  # signals can be set in the main thread only
+    with contextlib.suppress(ValueError):  # Python allows signal handlers in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM):
             old[number] = signal.signal(number, ask)
     try:

@@ -1,4 +1,4 @@
-"""Which weights a run ends with: of its best epoch, its last one, or an ensemble of the ends of its cycles."""
+"""The weights that a run keeps: of its best epoch, of its last epoch, or of the ends of its cycles, as an ensemble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steelman.training.settings import Training
 
 
 def steps_to_keep(progress: Progress, training: Training) -> set[int]:
-    """The steps whose checkpoints may still be wanted at the end."""
+    """The steps whose checkpoints the end of the run may need."""
     steps = {progress.best_step or 0} | {epoch["step"] for epoch in progress.history[-1:]}
     if training.select == "cycles":
         steps |= set(_cycles(progress, training))
@@ -29,13 +29,13 @@ def _cycles(progress: Progress, training: Training) -> list[int]:
 def keep(
     folder: Path, progress: Progress, training: Training, *, stopped: str | None, rollback: bool, console: Console
 ) -> Trained:
-    """The weights to keep. A run that ended early keeps the cycles it finished, or else its best epoch."""
+    """The weights to keep. A run that stopped early keeps the ends of its finished cycles, or else its best epoch."""
     if progress.best_step is None:
-        raise UserError(f"{stopped}; no epoch had finished, so there are no weights to keep")
+        raise UserError(f"{stopped}; no epoch was finished, so there are no weights to keep")
     last: int = progress.history[-1]["step"]
     members: dict[int, dict[str, Tensor]] = {}
     for end in _cycles(progress, training) if training.select == "cycles" else ():
-        if stopped and rollback and end == last:  # the epoch that the run was stopped for
+        if stopped and rollback and end == last:  # the problem that stopped the run is in this epoch
             continue
         try:
             members[end] = _weights(folder, end)

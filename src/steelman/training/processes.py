@@ -1,4 +1,4 @@
-"""What the processes of one run tell one another. With a single process nothing is sent."""
+"""Communication between the processes of one run. A single process sends nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def sums(fabric: Fabric, *values: float) -> list[float]:
-    """Each value, added up over the processes."""
+    """The sum of each value over all processes."""
     if fabric.world_size == 1:
         return list(values)
     total = fabric.all_reduce(torch.tensor(values, dtype=torch.float64), reduce_op="sum")
@@ -17,12 +17,12 @@ def sums(fabric: Fabric, *values: float) -> list[float]:
 
 
 def agree(fabric: Fabric, wish: bool) -> bool:
-    """Whether any process wishes it: all must save, or stop, at the same step."""
+    """Whether `wish` is True in any process. All processes must save, or stop, at the same step."""
     return sums(fabric, wish)[0] > 0
 
 
 def gathered(fabric: Fabric, value: Tensor) -> Tensor:
-    """The tensor of every process, stacked."""
+    """The tensors of all processes, stacked."""
     if fabric.world_size == 1:
         return value[None]
     value = value.detach().to(fabric.device).contiguous()
@@ -32,7 +32,7 @@ def gathered(fabric: Fabric, value: Tensor) -> Tensor:
 
 
 def share_buffers(fabric: Fabric, net: nn.Module) -> None:
-    """Give all processes the first one's batch-norm statistics: they attack, average and validate one model."""
+    """Copy the batch-norm statistics of the first process to all. Else each process would attack another model."""
     if fabric.world_size > 1:
         for buffer in net.buffers():
             torch.distributed.broadcast(buffer, src=0)

@@ -1,4 +1,4 @@
-"""Where a run is, and what it ends with."""
+"""The progress of a run, and its result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Progress:
-    """Where a run is: everything that is not a tensor and that a resumed run must know."""
+    """The progress of a run: all numbers that a resumed run needs."""
 
-    epoch: int = 0  # epochs finished
-    batch: int = 0  # batches of the current epoch done
+    epoch: int = 0  # finished epochs
+    batch: int = 0  # finished batches of the current epoch
     step: int = 0
     loss_sum: float = 0.0
     correct: int = 0
@@ -25,9 +25,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The weights a run keeps, from which epoch, and, when it ended early, why.
+    """The result of a training: the kept weights `state`, and the `epoch` they are from.
 
-    Of an ensemble, `state` has the weights of all `members`, each under ``members.i.``.
+    `stopped` is the reason of an early end. For an ensemble, `members` is their number, and `state` holds the weights
+    of all members under ``members.i.``.
     """
 
     state: dict[str, Tensor]

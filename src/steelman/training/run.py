@@ -1,4 +1,4 @@
-"""A run by a recipe: build what it names, train, keep the model, measure it, write it up."""
+"""The run of a recipe: build its model, train, keep the best weights, measure them, and write the report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from steelman.training.trainer import Trainer
 
 
 def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """The recipe's model with its head, freshly initialised from the seed, or with the weights the recipe names."""
+    """The recipe's model with its head. Its weights are drawn from the seed, or read from the recipe's file."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Key(recipe.training.seed).fold("init").integer() & (2**63 - 1))
         model = build_classifier(
@@ -55,7 +55,7 @@ def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -
 
 
 def _helper(recipe: Recipe, dataset: data.Dataset) -> tuple[nn.Module | None, str]:
-    """The model that the objective learns from, if it names one, and its checksum."""
+    """The other model that the objective learns from, if it names one, and that model's checksum."""
     folder: Path | None = recipe.objective.setting("helper")
     if folder is None:
         return None, ""
@@ -73,11 +73,11 @@ def _helper(recipe: Recipe, dataset: data.Dataset) -> tuple[nn.Module | None, st
 
 
 def make_fabric(compute: Compute) -> Fabric:
-    """Lightning Fabric for the recipe's hardware; several processes train by DDP."""
+    """Lightning Fabric for the recipe's hardware. Several processes train by DistributedDataParallel."""
     several = compute.devices not in (1,) or compute.nodes > 1
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice on workers and hardware that the recipe has answered
+            warnings.simplefilter("ignore")  # Lightning advises on workers and hardware; the recipe sets both
             fabric = Fabric(
                 accelerator=compute.accelerator,
                 devices=compute.devices,
@@ -91,14 +91,14 @@ def make_fabric(compute: Compute) -> Fabric:
 
 
 def _is_first_process() -> bool:
-    """Before processes know each other: the ranks that torchrun or Fabric's own launcher set."""
+    """Whether this is the first process, by the variables that torchrun or Fabric sets. It works before the launch."""
     if "RANK" in os.environ:
         return os.environ["RANK"] == "0"
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _plain(value: object) -> str:
-    """Paths and dates as text; an object given in Python could not be read back by a resume."""
+    """A path or a date as text. Other objects are refused: a resume could not read them back."""
     if isinstance(value, (os.PathLike, datetime.date)):
         return str(value)
     raise UserError(f"a recipe is made of numbers, text, lists and mappings, so that it can be kept; got {value!r}")
@@ -123,13 +123,13 @@ def train(
     origin: str = "recipe",
     show: bool = True,
 ) -> Run | None:
-    """Train what a recipe's mapping says into `folder`, measure it on the test set, and write the report.
+    """Train by a recipe's mapping, measure the model on the test set, and write everything to `folder`.
 
     `show` prints the table and the report's path. Only the first of several processes returns the run.
     """
     console = console or Console()
     recipe = parse(source, origin)
-    # What is wrong with the machine, the data or the model is said before a folder is made.
+    # Errors of the machine, the data or the model come here, before a folder is made.
     fabric = make_fabric(recipe.compute)
     dataset = data.load(recipe.data.name, **recipe.data.options)
     try:
@@ -144,7 +144,7 @@ def train(
         prepare(folder, source)
     fabric.launch()
     if fabric.device.type == "cuda":
-        # The same run twice gives the same weights; CUDA needs to be told, and is a little slower for it.
+        # Without these settings, the same run would give other weights each time on a GPU. They cost a little speed.
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     trainer = Trainer(
@@ -158,7 +158,7 @@ def train(
         fabric=fabric,
         folder=folder,
         console=console if fabric.is_global_zero else Console(quiet=True),
-        # Another helper is another run: a resume with one is refused.
+        # With the helper's checksum in the fingerprint, a resume with another helper is refused.
         fingerprint=fingerprint({**source, "helper": checksum} if checksum else source),
         helper=helper,
     )
@@ -213,7 +213,7 @@ def _description(recipe: Recipe, dataset: data.Dataset) -> dict[str, Any]:
 
 
 def resume(folder: Path, console: Console | None = None) -> Run | None:
-    """Go on with a run that was interrupted; a finished one is left alone."""
+    """Resume an interrupted run. A finished run is refused."""
     if not (folder / "recipe.yaml").is_file():
         raise UserError(f"{folder} is not a run: it has no recipe.yaml")
     if (folder / "run.json").is_file():

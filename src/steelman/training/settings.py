@@ -1,4 +1,4 @@
-"""How a run trains: optimiser, schedules, validation, saving and hardware, as validated settings."""
+"""The settings of a training: optimiser, schedules, validation, saving and hardware."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Settings that make a torch optimiser; the learning rate is set by the trainer at every step."""
+    """Settings that make a torch optimiser. The trainer sets the learning rate before every step."""
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer: ...
 
@@ -37,7 +37,7 @@ class SGD:
     @model_validator(mode="after")
     def _something_to_look_ahead_with(self) -> SGD:
         if self.nesterov and self.momentum == 0:
-            raise UserError("nesterov looks ahead along the momentum: expected one above 0, got 0")
+            raise UserError("nesterov needs a momentum: expected one above 0, got 0")
         return self
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -48,7 +48,7 @@ class SGD:
 
 @settings
 class Adam:
-    """Adam (Kingma and Ba, 2015); weight decay is added to the gradient."""
+    """Adam (Kingma and Ba, 2015). Weight decay is added to the gradient."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     weight_decay: NonNegative = 0.0
@@ -73,10 +73,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": SGD, "adam": Adam, "ad
 
 @settings
 class Validation:
-    """The held-out split, cut from the training images, on which a checkpoint is chosen; the test set never is.
+    """Training images that are held out to choose the epoch. The test set is never used for that.
 
-    `size` images are held out; each epoch the first `samples` of them are scored, clean and under `attack` at the
-    target radius.
+    `size` images are held out. After each epoch the first `samples` of them are scored: clean, and under `attack` at
+    the target radius.
     """
 
     size: Count = 1000
@@ -86,8 +86,11 @@ class Validation:
 
 @settings
 class Guard:
-    """When to stop by itself: validation robustness falling by more than `drop` below the best epoch while the training
-    accuracy against the training attack does not fall is catastrophic overfitting (Wong et al., 2020, section 5.4)."""
+    """The guard against catastrophic overfitting (Wong et al., 2020, section 5.4), which stops the training.
+
+    It acts after an epoch under two conditions. Validation robustness is by more than `drop` below that of the best
+    epoch. The accuracy against the training attack has not fallen.
+    """
 
     drop: Annotated[Number, Field(gt=0, le=1)] = 0.2
     on_collapse: Literal["rollback", "stop", "ignore"] = "rollback"
@@ -108,12 +111,12 @@ class Compute:
 
 @settings
 class Around:
-    """What can be put around an objective; one that cannot have it says why.
+    """Options that can be combined with any objective. An objective that cannot have one says why.
 
-    `label_smoothing` spreads that share of the label over all classes, in every cross-entropy of the training loss;
-    `clip` bounds the norm of the whole gradient; `awp` perturbs the weights; `patience` stops after that many epochs
-    without a better validation robustness. `auxiliary_norm` normalises clean and adversarial batches apart, and names
-    the batch norms the finished model predicts with.
+    `label_smoothing` spreads that share of the label over all classes, in every cross-entropy of the training loss.
+    `clip` bounds the norm of the whole gradient. `awp` perturbs the weights. `patience` stops after that many epochs
+    without a better validation robustness. `auxiliary_norm` gives clean and adversarial images their own batch norms,
+    and names those that the finished model predicts with.
     """
 
     label_smoothing: Decay = 0.0
@@ -125,13 +128,15 @@ class Around:
 
 @settings
 class Training:
-    """One run of the loop. `eps` None means the threat's radius throughout; a schedule must end at or below it.
+    """The settings of the training loop.
 
-    `ema` is the decay of an exponential average of the weights (None: no average), which is then what is validated and
-    kept. `select` keeps the epoch with the best validation robustness, the last, or the last of each cycle: the cycles
-    are those of the learning rate's (or the radius's) ``resets``, and the kept model is the ensemble of their ends.
-    `eps_per` "epoch" holds the scheduled radius for an epoch, as Periodic Adversarial Scheduling does; "step" moves it
-    with every step.
+    `eps` None means the threat's radius. A schedule must end at or below that radius. `eps_per` "step" changes the
+    scheduled radius with every step. "epoch" keeps it for an epoch, as Periodic Adversarial Scheduling does.
+
+    `ema` is the decay of an exponential average of the weights. The average is then validated and kept. None: no
+    average. `select` is the epoch to keep: the one with the best validation robustness, or the last. "cycles" keeps the
+    last epoch of each cycle, and the kept model is their ensemble. A cycle ends at each reset of the learning rate's or
+    the radius's schedule ``resets``.
     """
 
     epochs: Count = 10
@@ -155,11 +160,11 @@ class Training:
         return self
 
     def cycle_ends(self) -> list[int]:
-        """The epochs, counted from 1, that end a cycle; each must be a whole one."""
+        """The epochs at the end of a cycle, counted from 1. A cycle must have a whole number of epochs."""
         inner = [one.schedule if isinstance(one, Warmup) else one for one in (self.lr, self.eps)]
         resets = [one.at for one in inner if isinstance(one, Resets)]
         if not resets:
-            raise SettingsError([(("select",), "cycles are those of resets, and neither lr nor eps has any")])
+            raise SettingsError([(("select",), "cycles needs a schedule with resets, and neither lr nor eps has one")])
         if any(at != resets[0] for at in resets):
             raise SettingsError([(("select",), f"cycles of lr and of eps differ: at {resets[0]} and {resets[1]}")])
         ends = [share * self.epochs for share in (*resets[0], 1.0)]
@@ -171,7 +176,7 @@ class Training:
 
 @settings
 class RunSettings:
-    """How a run trains, whole: the same blocks as a recipe has."""
+    """All settings of a training, in the same blocks as in a recipe."""
 
     training: Training = Training()
     validation: Validation = Validation()

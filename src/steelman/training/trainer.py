@@ -1,4 +1,4 @@
-"""The training loop: one class, one loop, resumable at any step to the bit."""
+"""The training loop. A resume at any step ends with the same weights, to the bit."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from steelman.training.validation import score
 
 @dataclasses.dataclass(kw_only=True)
 class Trainer:
-    """Trains `net` on `train`, watches it on `validation`, and keeps everything in `folder`.
+    """Trains `net` on `train`, measures it on `validation` after each epoch, and keeps everything in `folder`.
 
-    `fingerprint` names the recipe: a checkpoint of another recipe is refused. `helper` is the model that some
-    objectives learn from beside the labels.
+    `fingerprint` identifies the recipe: a checkpoint of another recipe is refused. `helper` is the other model that
+    some objectives learn from.
     """
 
     net: nn.Module
@@ -63,8 +63,10 @@ class Trainer:
         self.key = Key(self.training.seed)
         n, size = len(self.train), self.training.batch_size
         if size % self.fabric.world_size:
-            raise UserError(f"batch_size {size} does not divide among {self.fabric.world_size} processes")
-        # A last batch of one image a process is dropped: batch norm has no statistics for it.
+            raise UserError(
+                f"batch_size: expected a multiple of the number of processes, {self.fabric.world_size}, got {size}"
+            )
+        # A last batch with one image for each process is dropped: batch norm has no statistics for one image.
         batches_an_epoch = max(1, math.ceil(n / size) - (0 < n % size < 2 * self.fabric.world_size))
         self.per_epoch = self.objective.repeats * batches_an_epoch
         self.total = self.per_epoch * self.training.epochs
@@ -73,7 +75,7 @@ class Trainer:
             self.net = self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.manual_seed(self.key.fold("global", self.fabric.global_rank).integer() & (2**63 - 1))
         optimizer = self.training.optimizer(self.net.parameters())
-        # Attacks run on the bare module: they need no gradient exchange between processes.
+        # Attacks run on the module without wrappers: they need no exchange of gradients between processes.
         attacked: nn.Module = torch.compile(self.net) if self.compute.compile else self.net  # type: ignore[assignment]
         self.model, self.optimizer = self.fabric.setup(attacked, optimizer)
         if self.helper is not None:
@@ -91,11 +93,11 @@ class Trainer:
             net=attacked,
         )
         self.criterion.project()
-        self.criterion.advise = False  # said below, where the rest is said
+        self.criterion.advise = False  # `_advise` warns, so that the warning appears once
         self.average = None if self.training.ema is None else Average(self.net, self.training.ema)
 
     def fit(self, resume: bool = False) -> Trained:
-        """Train to the end, or to the first reason to stop."""
+        """Train until the end, or until the first reason to stop."""
         if resume:
             self.restore()
         progress, stopped = self.progress, self._reason_to_stop()
@@ -112,7 +114,7 @@ class Trainer:
                         if not math.isfinite(loss):
                             stopped = self._diverged(loss)
                             break
-                        if progress.batch < self.per_epoch:  # the last batch is followed by the epoch's own save
+                        if progress.batch < self.per_epoch:  # after the last batch, the end of the epoch saves
                             if self._asked_to_stop(request):
                                 self.save()
                                 raise TrainingInterruptedError(request.number or signal.SIGTERM, self.folder)
@@ -140,12 +142,12 @@ class Trainer:
         )
 
     def batches_left(self, request: StopRequest) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The rest of the current epoch's batches, this process's share of each."""
+        """The rest of the current epoch's batches, and of each the share of this process."""
         epoch, world = self.progress.epoch, self.fabric.world_size
         order = batches(len(self.train), self.training.batch_size, self.key.fold("order", epoch))
         order = [
             index for index in order for _ in range(self.objective.repeats)
-        ]  # each batch as often as the objective replays it
+        ]  # FreeAT trains several times in a row on each batch
         order = [index[: len(index) - len(index) % world] for index in order[: self.per_epoch]][self.progress.batch :]
         shares = [index[self.fabric.global_rank :: world] for index in order]
         try:
@@ -153,12 +155,12 @@ class Trainer:
         except UserError:
             if not request.number:
                 raise
-            # A stop sent to all processes takes the readers of images with it; every step until then is sound.
+            # A stop signal to all processes also ends those that read images. All steps until then are complete.
             self.save()
             raise TrainingInterruptedError(request.number, self.folder) from None
 
     def step(self, x: Tensor, y: Tensor, index: Tensor) -> float:
-        """One step of the optimiser; the batch's loss."""
+        """Make one step of the optimiser, and return the batch's loss."""
         progress, device = self.progress, self.fabric.device
         share = progress.step / self.total
         lr = value_at(self.training.lr, share)
@@ -177,7 +179,7 @@ class Trainer:
         progress.step += 1
         progress.batch += 1
         if not math.isfinite(loss):
-            self.criterion.finish()  # no gradient and no step: the weights stay as they were
+            self.criterion.finish()  # without a backward pass: it only moves perturbed weights back
             return loss
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(loss_of_batch)
@@ -197,7 +199,7 @@ class Trainer:
         return loss
 
     def finish_epoch(self, seconds: float) -> None:
-        """Validate, record the epoch, and open the next one."""
+        """Validate, record the epoch, and begin the next one."""
         progress = self.progress
         loss_sum, correct, count = sums(self.fabric, progress.loss_sum, progress.correct, progress.count)
         clean, robust = self.validate()
@@ -220,7 +222,7 @@ class Trainer:
             self.recorder.epoch(metrics)
 
     def validate(self) -> tuple[float, float]:
-        """Clean and robust accuracy on the validation split, at the target radius, of the weights to be kept."""
+        """Clean and robust accuracy of the weights that would be kept, on the held-out images at the target radius."""
         net = self.net
         if self.average is not None:
             net = copy.deepcopy(self.net)
@@ -237,7 +239,7 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """Write a checkpoint of this very moment; on failure say what is safe and stop."""
+        """Write a checkpoint of the current step. A failure stops the run, and the error says what is safe."""
         on_cuda, done = self.fabric.device.type == "cuda", self.progress
         loss_sum, correct, count = sums(self.fabric, done.loss_sum, done.correct, done.count)
         state = {
@@ -258,14 +260,14 @@ class Trainer:
                 prune(self.folder, steps_to_keep(self.progress, self.training))
             except OSError as error:
                 failure = error.strerror or str(error)
-        if agree(self.fabric, bool(failure)):  # all wait here for the first process, and stop with it
+        if agree(self.fabric, bool(failure)):  # the other processes wait for the first one, and stop if it failed
             raise UserError(
-                f"could not save a checkpoint in {self.folder}: {failure or 'the first process failed'}. Checkpoints "
-                f"saved before are untouched; mend the cause, then go on with: {resume_command(self.folder)}"
+                f"could not save a checkpoint in {self.folder}: {failure or 'the first process failed'}. Earlier "
+                f"checkpoints are safe; remove the cause, then go on with: {resume_command(self.folder)}"
             )
 
     def restore(self) -> None:
-        """Take up the newest sound checkpoint; a run that ended before its first one starts again."""
+        """Continue from the newest undamaged checkpoint. A run without any checkpoint starts from the beginning."""
         if not checkpoints(self.folder) and not any((self.folder / "checkpoints").glob("damaged-*")):
             self.console.print("no checkpoint was saved yet; starting from the beginning", highlight=False)
             return
@@ -275,27 +277,27 @@ class Trainer:
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"the checkpoint in {self.folder} belongs to another recipe ({state['fingerprint']}) than the run's "
-                f"recipe.yaml ({self.fingerprint}): put that back as it was, or train anew in another folder"
+                f"recipe.yaml ({self.fingerprint}): restore the old recipe.yaml, or start a new run in another folder"
             )
         load_weights(self.net, state["model"], f"the checkpoint in {self.folder}")
         self.optimizer.optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
             self.average.restore(state["average"])
         self.progress = Progress(**state["progress"])
-        if not self.fabric.is_global_zero:  # the sums of all processes went into the first one's
+        if not self.fabric.is_global_zero:  # the saved numbers are sums over all processes; the first one keeps them
             self.progress.loss_sum, self.progress.correct, self.progress.count = 0.0, 0, 0
         saved_by, rank = len(state["rng"]), self.fabric.global_rank
         if saved_by != self.fabric.world_size:
-            raise UserError(f"the run was saved by {saved_by} processes, and {self.fabric.world_size} would resume it")
+            raise UserError(f"expected {saved_by} processes, as when the run was saved, got {self.fabric.world_size}")
         carry = {name: value[rank] for name, value in state["carry"].items()}
         self.criterion.load_state_dict({"step": self.progress.step, "seen": 0, "carry": carry})
-        torch.set_rng_state(state["rng"][rank].clone())  # torch reads a view from the wrong place, and crashes
+        torch.set_rng_state(state["rng"][rank].clone())  # torch crashes on a view of a larger tensor
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
 
     def _advise(self) -> None:
-        """Say, before the first step, what will make training slow."""
+        """Before the first step, warn if training will be slow."""
         if self.progress.step == 0:
             few = self.train.images(torch.arange(min(32, len(self.train))))
             if said := parallel(self.net, few.to(self.fabric.device)):
@@ -308,8 +310,8 @@ class Trainer:
 
     def _reason_to_stop(self) -> str | None:
         history = self.progress.history
-        fallen = collapse(history, self.settings.guard) if self.objective.adversarial else None
-        return fallen or stagnation(history, self.around.patience)
+        collapsed = collapse(history, self.settings.guard) if self.objective.adversarial else None
+        return collapsed or stagnation(history, self.around.patience)
 
     def _diverged(self, loss: float) -> str:
         progress = self.progress

@@ -1,4 +1,4 @@
-"""How a model is watched while it trains: on held-out training images, at the target radius."""
+"""The accuracy of a model during its training: on held-out training images, at the target radius."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steelman.training.settings import Compute, Validation
 def score(
     net: nn.Module, source: Source, watch: Validation, threat: ThreatModel, key: Key, fabric: Fabric, compute: Compute
 ) -> tuple[float, float]:
-    """Clean and robust accuracy on the first images of `source`, shared among the processes."""
+    """Clean and robust accuracy on the first images of `source`. Each process measures its share of them."""
     n = min(len(source), watch.samples)
     shares = [share for index in batches(n, 500, None) if len(share := index[fabric.global_rank :: fabric.world_size])]
     clean = robust = 0
