@@ -392,3 +392,46 @@ class TestRefusals:
     def test_another_state(self) -> None:
         with pytest.raises(UserError, match="expected the state of a criterion"):
             Criterion(PGDAT(), a_net(), THREAT).load_state_dict({"step": 1})
+
+
+class TestFoundByAReview:
+    def test_every_batch_is_in_the_range(self) -> None:
+        criterion = Criterion(PGDAT(), a_net().train(), THREAT)
+        x, y = some_batch()
+        criterion(x, y)
+        with pytest.raises(UserError, match=r"expected pixels in \[0, 1\]"):
+            criterion(1.5 * x, y)
+
+    def test_labels_to_be_ignored_are_refused(self) -> None:
+        x, y = some_batch()
+        with pytest.raises(UserError, match="expected labels of 0 or more, got -100"):
+            Criterion(of("standard"), a_net().train(), THREAT)(x, torch.where(y == 0, -100, y))
+
+    def test_an_overflow_does_not_stay_in_the_perturbation(self) -> None:
+        criterion = Criterion(FreeAT(replays=2), a_net(dropout=0.0).train(), ThreatModel(norm="l2", eps=0.5))
+        for turn in range(4):
+            loss = criterion(*some_batch())
+            (loss * (float("inf") if turn == 1 else 1)).backward()  # type: ignore[no-untyped-call]
+        assert torch.isfinite(criterion(*some_batch()))
+
+    def test_gradients_of_the_weights_alone_are_not_enough_for_free_at(self) -> None:
+        net = a_net().train()
+        criterion = Criterion(FreeAT(replays=2), net, THREAT)
+        criterion(*some_batch()).backward(inputs=list(net.parameters()))  # type: ignore[no-untyped-call]
+        with pytest.raises(UserError, match=r"call loss\.backward\(\) without `inputs`"):
+            criterion(*some_batch())
+
+    def test_an_optimizer_of_other_weights(self) -> None:
+        for optimizer, said in (("adam", "got str"), (torch.optim.SGD(a_net().parameters(), 0.1), "got one that steps none of them")):
+            with pytest.raises(UserError, match=said):
+                Criterion(PGDAT(), a_net(), THREAT, awp=AWP(), optimizer=optimizer)  # type: ignore[arg-type]
+
+    def test_the_state_of_another_objective(self) -> None:
+        state = Criterion(TRADES(), a_net(), THREAT).state_dict()
+        with pytest.raises(UserError, match="expected the state of a criterion of PGDAT, got one of TRADES"):
+            Criterion(PGDAT(), a_net(), THREAT).load_state_dict(state)
+
+    def test_places_of_samples(self) -> None:
+        x, y = some_batch()
+        with pytest.raises(UserError, match="index: expected a tensor with the place of each of the 8 samples"):
+            Criterion(PGDAT(), a_net().train(), THREAT)(x, y, index=torch.arange(3))

@@ -656,7 +656,7 @@ GOOD = torch.rand(6, *SHAPE), torch.arange(6)
 BAD_MODELS: dict[str, tuple[nn.Module, str]] = {
     "NaN logits": (Constant(logits(float("nan"))), "NaN or infinite logits for 4 of 4 clean images"),
     "infinite logits": (Constant(logits(float("inf"))), "NaN or infinite logits for 4 of 4 clean images"),
-    "no logits": (Constant(lambda x: (x, x)), "answers with tuple, and no logits are found in it; say where they are"),
+    "no logits": (Constant(lambda x: (x, x)), "answers with tuple, and no logits are found in it; name their place"),
     "a dict of maps": (Constant(lambda x: {"logits": x}), r"expected a tensor of shape \(N, classes\) in"),
     "one number an image": (Constant(lambda x: x.sum(dim=(1, 2, 3))), r"expected logits of shape .*, got \(4,\)"),
     "a map": (Constant(lambda x: x), r"expected logits of shape .*, got \(4, 1, 4, 4\)"),

@@ -131,7 +131,7 @@ def test_the_same_call_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     ("change", "what"),
     [
         ({"objective": steelman.TRADES(beta=2)}, "objective is PGDAT"),
-        ({"settings": settings(training={"seed": 3})}, "training is Training"),
+        ({"settings": settings(training={"seed": 3})}, r"training\.seed is 0, and that of this call is 3"),
         ({"data": some_data(41)}, "data is 36 images"),
         ({"net": a_net(features=13)}, "model is Classifier of"),
     ],
@@ -343,4 +343,167 @@ def test_what_was_asked_for_is_written_down(tmp_path: Path) -> None:
     asked = json.loads((tmp_path / "run" / "fit.json").read_text())
     assert asked["objective"].startswith("TRADES(beta=2.0")
     assert asked["data"].startswith("36 images of shape (1, 4, 4)")
-    assert "epochs=2" in asked["training"]
+    assert asked["training.epochs"] == "2"
+
+
+class Shifting:
+    """An augmentation with a setting that is not part of its text."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor, index: Tensor, key: Key) -> Tensor:
+        return (x * self.by).clamp(0, 1)
+
+
+def images_changed_at_the_end() -> tuple[Tensor, Tensor]:
+    source = some_data(42)
+    x = source.images(torch.arange(42)).clone()
+    x[20:] = x[20:].flip(-1)
+    return x, source.labels
+
+
+def with_tanh() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def with_relu() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        ({}, {"data": images_changed_at_the_end()}, "data"),
+        ({"net": with_relu()}, {"net": with_tanh()}, "model"),
+        ({"test": some_data(9)}, {"test": some_data(9, seed=4)}, "test"),
+        ({}, {"suite": "fast"}, "suite"),
+        ({"augment": Shifting(1.0)}, {"augment": Shifting(0.5)}, "augment"),
+        ({"lr": lambda share: 0.01 + 0 * share}, {"lr": lambda share: 0.02 + 0 * share}, r"training\.lr"),
+        ({}, {"settings": settings(training={"seed": 1})}, r"training\.seed"),
+    ],
+)
+def test_what_another_call_asks_for_is_never_overlooked(
+    first: dict[str, Any], second: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    fit(**{"net": a_net(), **first}, out=tmp_path / "run")
+    with pytest.raises(UserError, match=f"holds the run of another call: its {what} is"):
+        fit(**{"net": a_net(), **first, **second}, out=tmp_path / "run")
+
+
+def test_a_run_goes_on_from_its_own_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the first save of the training, it does not begin with the weights of the second call."""
+    whole = fit(a_net(), out=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            fit(a_net(), out=tmp_path / "parts")
+    parts = fit(a_net(seed=7), out=tmp_path / "parts")
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(parts.model.state_dict()[name], value), name
+
+
+def test_two_batch_norms_predict_alike_when_they_are_read_back(tmp_path: Path) -> None:
+    how = settings(around=Around(auxiliary_norm="adversarial"))
+    run = fit(a_net(), settings=how, objective=steelman.TRADES(), out=tmp_path / "run")
+    again = steelman.load(tmp_path / "run", a_net(seed=2))
+    x = torch.rand(9, *SHAPE)
+    assert torch.equal(again.model(x), run.model(x))
+
+
+def test_an_ensemble_is_read_back(tmp_path: Path) -> None:
+    how = settings(training={"lr": Resets(schedule=0.05, at=(0.5,)), "select": "cycles"})
+    run = fit(a_net(), settings=how, out=tmp_path / "run")
+    again = steelman.load(tmp_path / "run", a_net(seed=2))
+    x = torch.rand(9, *SHAPE)
+    assert torch.equal(again.model(x), run.model(x))
+
+
+def test_frozen_batch_norm_stays_frozen() -> None:
+    net = a_net().train()
+    norm = net.backbone.layers[1]  # type: ignore[index]
+    norm.eval()  # type: ignore[operator,union-attr]
+    before = norm.running_mean.clone()  # type: ignore[union-attr]
+    fit(net)
+    assert torch.equal(norm.running_mean, before)  # type: ignore[union-attr]
+
+
+def test_the_callers_random_numbers_go_on_as_if_there_had_been_no_training() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    fit(a_net())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_history_is_that_of_the_run_whatever_became_of_the_metrics(tmp_path: Path) -> None:
+    run = fit(a_net(), out=tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert steelman.load(tmp_path / "run", a_net()).history == run.history
+
+
+def test_two_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = Trainer.step, list[bool]()
+
+    def meeting(trainer: Trainer, *batch: Tensor) -> float:
+        if not seen:
+            seen.append(True)
+            with pytest.raises(UserError, match="another process is training into"):
+                fit(a_net(), out=tmp_path / "run")
+        return step(trainer, *batch)
+
+    monkeypatch.setattr(Trainer, "step", meeting)
+    assert fit(a_net(), out=tmp_path / "run").verdict.total == 6
+
+
+def test_what_a_killed_process_had_begun_to_write_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".fit.json.abcd1234").write_text("{")
+    assert fit(a_net(), out=tmp_path / "run").verdict.total == 6
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = a_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + 0.1 * torch.randn_like(out)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"objective": steelman.PGDAT}, "objective: expected one such as steelman.PGDAT"),
+        ({"objective": "pgd-at"}, "objective: expected one such as steelman.PGDAT"),
+        ({"settings": Training()}, "settings: expected a RunSettings"),
+        ({"augment": "crop-flip"}, "augment: expected one such as CropFlip"),
+        ({"helper": "x"}, "helper: expected a torch.nn.Module, got str"),
+        ({"console": True}, "console: expected a rich.console.Console, got bool"),
+        ({"out": 5}, "out: expected the path of a folder, got int"),
+        ({"resume": "yes"}, "resume: expected 'exact' or 'plain'"),
+        ({"suite": "fastt"}, "unknown suite 'fastt'"),
+        ({"net": a_net().double()}, r"call model\.float\(\)"),
+        ({"net": a_net().to("meta")}, "the model has no weights: they are on the meta device"),
+        ({"net": Noisy()}, "the model is random: in eval mode"),
+        ({"data": (torch.rand(3, *SHAPE), torch.arange(3))}, "expected at least two images of some class"),
+    ],
+)
+def test_refused_before_anything_is_trained(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"net": a_net(), "out": tmp_path / "run", **given}
+    with pytest.raises(UserError, match=message):
+        fit(**options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_call_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.step
+
+    def interrupted(trainer: Trainer, *batch: Tensor) -> float:
+        if trainer.progress.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer, *batch)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(TrainingInterruptedError, match=r"go on with: the same call of steelman\.fit"):
+        fit(a_net(), out=tmp_path / "run")

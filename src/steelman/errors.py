@@ -14,11 +14,13 @@ class UserError(ValueError):
 
 
 def resume_command(folder: Path) -> str:
-    """The command that resumes a run.
+    """The command that resumes a run, or for a run of ``fit`` the words for its call.
 
     >>> resume_command(Path("my runs/a"))
     "steelman resume 'my runs/a'"
     """
+    if (folder / "fit.json").is_file():
+        return "the same call of steelman.fit"
     return f"steelman resume {shlex.quote(str(folder))}"
 
 

@@ -110,7 +110,7 @@ def _checked_images(images: Tensor, bounds: tuple[float, float]) -> Tensor:
         first = int(bad.flatten(1).any(1).nonzero()[0])
         raise UserError(f"expected finite pixels, got {int(bad.sum())} NaN or infinite, the first in image {first}")
     if low < bounds[0] or high > bounds[1]:
-        hint = "; divide by 255" if bounds == (0.0, 1.0) and low >= 0 and 1 < high <= 255 else ""
+        hint = "; divide by 255" if bounds == (0.0, 1.0) and low >= 0 and 2 < high <= 255 else ""
         raise UserError(f"expected values in {_range(bounds)}, got {low:g} .. {high:g}{hint}")
     return images
 

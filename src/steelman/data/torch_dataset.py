@@ -72,7 +72,7 @@ class TorchSource:
         x = x.to(torch.float32).div_(255) if x.dtype == torch.uint8 else x.to(torch.float32)
         low, high = (float(end) for end in x.aminmax())
         if not (low >= 0 and high <= 1):  # also True for NaN
-            hint = "; divide by 255" if low >= 0 and 1 < high <= 255 else ""
+            hint = "; divide by 255" if low >= 0 and 2 < high <= 255 else ""
             hint = hint or "; the model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
             raise UserError(f"expected pixels in [0, 1], got {low:g} .. {high:g}{hint}")
         return x
@@ -153,16 +153,22 @@ def _label(value: Any, place: int) -> int:
     return value
 
 
-def as_source(data: object, what: str = "data") -> Source:
+def as_source(data: object, what: str = "data", bounds: tuple[float, float] = (0.0, 1.0)) -> Source:
     """A source from (images, labels) as tensors or arrays, from a source, or from a map-style torch Dataset."""
     if isinstance(data, tuple | list):
         if len(data) != 2:
             raise UserError(f"{what}: expected (images, labels), got {len(data)} values")
-        return ArraySource(*data)
+        images, labels = data
+        return ArraySource(images, labels, bounds=bounds)
     if isinstance(data, Source):
         return data
     if isinstance(data, Tensor | np.ndarray):
         raise UserError(f"{what}: expected (images, labels), got images alone")
+    if bounds != (0.0, 1.0):
+        raise UserError(
+            f"{what}: a Dataset gives images in [0, 1], and the threat model's range is {bounds[0]:g} .. "
+            f"{bounds[1]:g}; give tensors, or a threat model of that range"
+        )
     try:
         return TorchSource(data)
     except UserError as error:

@@ -81,6 +81,8 @@ def evaluate(
     True
     """
     started = time.monotonic()
+    if not isinstance(threat, ThreatModel):
+        raise UserError(f"threat: expected a steelman.ThreatModel, got {type(threat).__name__}")
     chosen = suite_of(suite, threat)
     seed, batch_size = whole("seed", seed), whole("batch_size", batch_size, 1)
     if minutes is not None and not minutes > 0:
@@ -89,14 +91,14 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         check_model(model)
         source, device = source_of(x, y, threat), device_of(model)
-        model, sentence = detected(model, source.images(torch.arange(min(2, len(source)))).to(device))
-        if sentence:
-            say(sentence)
         _check_surrogates(chosen.surrogates, device)
         # Whatever the caller computes in, the answers are judged in full precision, and attacks need gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(full_precision())
+        model, sentence = detected(model, source.images(torch.arange(min(2, len(source)))).to(device))
+        if sentence:
+            say(sentence)
         classes = check_contract(model, source, threat, device)
         if not chosen.more_outputs:
             check_outputs(source, classes)

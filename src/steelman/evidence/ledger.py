@@ -227,7 +227,17 @@ def writing(path: Path) -> Iterator[None]:
 _held: set[int] = set()
 
 
-def _lock(folder: Path) -> int:
+@contextlib.contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Keep other processes out of `folder` in this block. They are told what this one is `doing`."""
+    descriptor = _lock(folder, doing)
+    try:
+        yield
+    finally:
+        _unlock(descriptor)
+
+
+def _lock(folder: Path, doing: str = "evaluating") -> int:
     """Keep others out of `folder`; an open file for `_unlock`. A process that is killed lets them in again."""
     descriptor = os.open(folder, os.O_RDONLY)
     _held.add(descriptor)
@@ -235,7 +245,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         _unlock(descriptor)
-        raise UserError(f"another process is evaluating into {folder}; wait for it, or choose another folder") from None
+        raise UserError(f"another process is {doing} into {folder}; wait for it, or choose another folder") from None
     except OSError:
         pass  # some network file systems know no locks
     return descriptor

@@ -103,7 +103,8 @@ def _read_as_evaluated(model: nn.Module, source: Source | None) -> nn.Module:
     if source is None or not len(source):
         return model
     first = source.images(torch.arange(min(2, len(source))))
-    return detected(model, first.to(device_of(model))).model
+    with full_precision():
+        return detected(model, first.to(device_of(model))).model
 
 
 class _Asked:

@@ -45,7 +45,8 @@ class Criterion:
         label_smoothing: this share of the label is spread over all classes.
         eps: a schedule of the radius, such as ``SCHEDULES["linear"](start=0, end=8 / 255)``.
         steps: the number of calls in the whole training. A schedule needs it, or else `progress` in each call.
-        awp: adversarial weight perturbation. It moves the weights before the loss, and moves them back after the step
+        awp: adversarial weight perturbation. Call ``criterion.finish()`` before you measure or save a model whose last
+            loss no step has followed. It moves the weights before the loss, and moves them back after the step
             of the optimiser. So it needs `optimizer`.
         optimizer: the optimiser of the model; only `awp` needs it.
         helper: the other model that HAT learns from.
@@ -78,7 +79,8 @@ class Criterion:
         helper: nn.Module | None = None,
         net: nn.Module | None = None,
     ) -> None:
-        _check(objective, model, threat, label_smoothing, steps)
+        check_kinds(objective, model, threat)
+        _check(label_smoothing, steps)
         self.objective, self.model, self.threat = objective, model, threat
         self.net = bare(model) if net is None else net
         self.key, self.label_smoothing, self.eps, self.steps = Key(seed), label_smoothing, eps, steps
@@ -113,6 +115,8 @@ class Criterion:
         self._check_batch(x, y)
         share = self._share(progress)
         radius = self._radius(share, eps)
+        if index is not None and (not isinstance(index, Tensor) or index.shape != y.shape):
+            raise UserError(f"index: expected a tensor with the place of each of the {len(y)} samples")
         batch = Batch(
             x=x,
             y=y,
@@ -174,17 +178,26 @@ class Criterion:
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint needs, so that a resumed training ends with the same weights."""
         self.finish()
-        return {"step": self.step, "seen": self.seen, "carry": dict(self.carry)}
+        return {**self._named(), "step": self.step, "seen": self.seen, "carry": dict(self.carry)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that ``state_dict`` gave."""
-        if not isinstance(state, dict) or state.keys() != {"step", "seen", "carry"}:
+        expected = {*self._named(), "step", "seen", "carry"}
+        if not isinstance(state, dict) or state.keys() != expected:
             got = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
-            raise UserError(f"expected the state of a criterion (step, seen, carry), got {got}")
+            raise UserError(f"expected the state of a criterion ({', '.join(sorted(expected))}), got {got}")
+        if state["objective"] != self._named()["objective"]:
+            raise UserError(
+                f"expected the state of a criterion of {self._named()['objective']}, got one of {state['objective']}"
+            )
         device = next((parameter.device for parameter in self.net.parameters()), torch.device("cpu"))
         self.step, self.seen = int(state["step"]), int(state["seen"])
         self.carry = {name: value.to(device) for name, value in state["carry"].items()}
         self._last, self._shift, self._finished = None, None, True
+
+    def _named(self) -> dict[str, str]:
+        """The objective by name: the state of another one would be taken up as if it were its own."""
+        return {"objective": type(self.objective).__name__}
 
     def _unshift(self, *_: object) -> None:
         """Move perturbed weights back."""
@@ -258,6 +271,14 @@ class Criterion:
                     "weight perturbation moves the weights back after the optimiser's step: expected `optimizer` with "
                     "`awp`"
                 )
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise UserError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            mine = {id(parameter) for parameter in self.net.parameters()}
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not mine & stepped:
+                raise UserError(
+                    "optimizer: expected the one that steps the model's weights, got one that steps none of them"
+                )
             # Without this hook the weights would stay perturbed until the next call. A checkpoint or an evaluation in
             # between would use the perturbed weights.
             this = weakref.WeakMethod(self._unshift)
@@ -269,29 +290,34 @@ class Criterion:
         for what, value in (("images", x), ("labels", y)):
             if not isinstance(value, Tensor):
                 raise UserError(f"expected {what} as a tensor, got {type(value).__name__}")
-        if x.dim() < 2 or not x.is_floating_point():
+        if x.dim() < 2 or not x.is_floating_point() or not len(x):
             raise UserError(f"expected floating-point images (N, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
         if y.dtype != torch.int64 or y.shape != x.shape[:1]:
             raise UserError(f"expected {len(x)} labels in int64, got {y.dtype} of shape {tuple(y.shape)}")
+        if int(y.min()) < 0:
+            raise UserError(f"expected labels of 0 or more, got {int(y.min())}")
         if not self.net.training:
-            raise UserError("the model is in eval mode, and batch norm and dropout would not train: call model.train()")
+            raise UserError(
+                "the model is in eval mode, and batch norm and dropout would not train: call model.train(). To measure "
+                "a model, attack it instead, such as with steelman.PGD()(model, x, y, threat)"
+            )
         if not torch.is_grad_enabled():
             raise UserError("gradients are off, and a training loss needs them: call the criterion outside no_grad()")
         turn = self.step % self.objective.repeats
         if turn and self._last is not None and not (torch.equal(self._last[1], y) and torch.equal(self._last[0], x)):
             raise UserError(
                 f"{name} trains {self.objective.repeats} times in a row on each batch, and this is another batch after "
-                f"{turn} times: loop over criterion.batches(loader)"
+                f"{turn} times: loop over criterion.batches(loader), and do not change the images inside the loop"
             )
         if self.objective.repeats > 1:
             self._last = (x, y)
+        try:
+            check_range(x, self.threat)
+        except UserError as error:
+            raise UserError(
+                f"{error}. The model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
+            ) from None
         if self.step == 0:
-            try:
-                check_range(x, self.threat)
-            except UserError as error:
-                raise UserError(
-                    f"{error}. The model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
-                ) from None
             check_model(self.objective, self.net, x[:2])
             if self.advise and (said := parallel(self.net, x[:32])):
                 warnings.warn(said, stacklevel=3)
@@ -304,8 +330,8 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check(objective: object, model: object, threat: object, label_smoothing: object, steps: object) -> None:
-    """Refuse arguments of wrong types."""
+def check_kinds(objective: object, model: object, threat: object) -> None:
+    """Refuse an objective, a model or a threat model of another kind."""
     if not isinstance(objective, Objective):
         hint = "; call it first" if isinstance(objective, type) and issubclass(objective, Objective) else ""
         got = objective.__name__ if isinstance(objective, type) else type(objective).__name__
@@ -314,6 +340,10 @@ def _check(objective: object, model: object, threat: object, label_smoothing: ob
         raise UserError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(threat, ThreatModel):
         raise UserError(f"threat: expected a steelman.ThreatModel, got {type(threat).__name__}")
+
+
+def _check(label_smoothing: object, steps: object) -> None:
+    """Refuse numbers out of their range."""
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
         raise UserError(f"label_smoothing: expected a share of at least 0 and below 1, got {label_smoothing!r}")
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):

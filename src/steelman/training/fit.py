@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,8 +12,10 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
+from steelman.attacks.base import logits_of, untouched
+from steelman.attacks.eot import EOT
 from steelman.data import Dataset
 from steelman.data.augment import Augmentation, NoAugment
 from steelman.data.source import Source, split
@@ -24,18 +24,21 @@ from steelman.errors import UserError
 from steelman.evaluation.checks import check_contract
 from steelman.evaluation.evaluate import check_outputs
 from steelman.evaluation.stages import Suite
-from steelman.evidence.bundle import weights_digest
+from steelman.evaluation.suites import suite_of
+from steelman.evidence.bundle import device_of
+from steelman.evidence.ledger import locked
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
 from steelman.models.classifier import Classifier, Ensemble, build_classifier
 from steelman.models.wrap import Wrapped, detected
 from steelman.objectives.base import Objective, check_model
-from steelman.objectives.criterion import bare
+from steelman.objectives.criterion import bare, check_kinds
 from steelman.objectives.pgd_at import PGDAT
 from steelman.progress import showing
 from steelman.schedules import Piecewise, Schedule
 from steelman.threat import ThreatModel
+from steelman.training.asked import asked_for, begin, exact
 from steelman.training.checkpoint import checkpoints
-from steelman.training.folder import Measured, Run, export, finish, load, make_folder
+from steelman.training.folder import Measured, Run, export, finish, load
 from steelman.training.records import Trained
 from steelman.training.run import make_fabric
 from steelman.training.settings import Adam, RunSettings, Training, Validation
@@ -93,27 +96,31 @@ def fit(
     >>> run.verdict.total, run.model is net
     (6, True)
     """
-    objective, console = objective or PGDAT(), console or Console()
+    objective = PGDAT() if objective is None else objective
+    console = Console() if console is None else console
+    _check(model, threat, objective, settings, augment, helper, console, out, resume)
+    chosen = suite_of(suite, threat)
     given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    train, held_out, tested, how = _data(data, test, _settings(settings, given), console)
+    train, held_out, tested, how = _data(data, test, threat, _settings(settings, given), console)
     x = train.images(torch.arange(min(2, len(train))))
     # The module without wrappers, because the trainer adds its own.
     net, sentence = detected(bare(model), x)
     if sentence:
         console.print(sentence, highlight=False, soft_wrap=True)
     classes = check_contract(net, train, threat, torch.device("cpu"))
-    if not (isinstance(suite, Suite) and suite.more_outputs):
+    if not chosen.more_outputs:
         check_outputs(train, classes)
+    _check_measurable(net, x, chosen)
     if how.around.auxiliary_norm is not None and not any(isinstance(one, AuxiliaryNorm) for one in net.modules()):
         split_norms(net)
     check_model(objective, net, x)
-    asked = _asked(net, train, threat, objective, how, augment, helper)
+    asked = asked_for(net, train, tested, chosen, threat, objective, how, augment, helper)
     with contextlib.ExitStack() as stack:
         place = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
-        begun = _begin(place, asked)
+        begun = begin(place, asked)
         if begun == "finished":
             return _again(place, net, model)
-        if begun == "unfinished" and not _exact(train) and resume == "exact" and checkpoints(place):
+        if begun == "unfinished" and not exact(train) and resume == "exact" and checkpoints(place):
             raise UserError(
                 f"{place} holds an interrupted run that cannot resume exactly: the Dataset has its own random "
                 "generator, so its images are different the second time. resume='plain' goes on from the last "
@@ -123,6 +130,10 @@ def fit(
         fabric.launch()
         if fabric.world_size > 1 and out is None:
             raise UserError("out: several processes need a common folder: expected one, got none")
+        if fabric.is_global_zero:
+            stack.enter_context(locked(place, "training"))
+        # Training draws from torch's global generator. The caller's own draws go on as if there had been no training.
+        stack.enter_context(torch.random.fork_rng(devices=[fabric.device] if fabric.device.type == "cuda" else []))
         trainer = Trainer(
             net=net,
             train=train,
@@ -137,6 +148,8 @@ def fit(
             fingerprint=asked["fingerprint"],
             helper=helper,
         )
+        if begun == "new" and out is not None:
+            trainer.save()  # a call that goes on begins with these very weights, and not with its own
         trained = trainer.fit(resume=begun == "unfinished")
         kept = _kept(net, trained, how)
         if not fabric.is_global_zero:
@@ -145,7 +158,7 @@ def fit(
         name = type(bare(model)).__name__
         export(place, trained, _description(net, train, threat, how, name))
         measured = Measured(
-            source=tested, threat=threat, suite=suite, attacks={}, batch_size=256, seed=how.training.seed
+            source=tested, threat=threat, suite=chosen, attacks={}, batch_size=256, seed=how.training.seed
         )
         with showing(console):
             run = finish(
@@ -170,16 +183,65 @@ def _settings(settings: RunSettings | None, given: Mapping[str, Any]) -> RunSett
     return dataclasses.replace(how, training=dataclasses.replace(how.training, **changes))
 
 
-def _data(data: object, test: object, how: RunSettings, console: Console) -> tuple[Source, Source, Source, RunSettings]:
+def _check(
+    model: object,
+    threat: object,
+    objective: object,
+    settings: object,
+    augment: object,
+    helper: object,
+    console: object,
+    out: object,
+    resume: object,
+) -> None:
+    """Refuse arguments of another kind, before anything is read or written."""
+    check_kinds(objective, model, threat)
+    for name, value, kind, expected in (
+        ("settings", settings, RunSettings, "a RunSettings, such as RunSettings(training=Training(epochs=20))"),
+        ("helper", helper, nn.Module, "a torch.nn.Module"),
+        ("console", console, Console, "a rich.console.Console"),
+        ("out", out, str | Path, "the path of a folder"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise UserError(f"{name}: expected {expected}, got {type(value).__name__}")
+    if augment is not None and (isinstance(augment, type) or not isinstance(augment, Augmentation)):
+        raise UserError(f"augment: expected one such as CropFlip(), called with (x, index, key), got {augment!r}")
+    if resume not in ("exact", "plain"):
+        raise UserError(f"resume: expected 'exact' or 'plain', got {resume!r}")
+    assert isinstance(model, nn.Module)
+    values = [*model.parameters(), *model.buffers()]
+    if any(value.is_meta for value in values):
+        raise UserError("the model has no weights: they are on the meta device; make it on another device")
+    if any(value.dtype == torch.float64 for value in values):
+        raise UserError("the model is in float64, and images are in float32: call model.float()")
+
+
+def _check_measurable(net: nn.Module, x: Tensor, suite: Suite) -> None:
+    """Refuse now a model that could be trained, but whose verdict would be refused in the end."""
+    x = x.to(device_of(net))
+    with untouched(net), torch.no_grad():
+        same = torch.equal(logits_of(net, x), logits_of(net, x))
+    if not same and not all(isinstance(stage.attack, EOT) for stage in suite.stages):
+        raise UserError(
+            "the model is random: in eval mode the same images gave other logits the second time. Make it "
+            "deterministic in eval mode, or measure it with a suite of eot attacks"
+        )
+
+
+def _data(
+    data: object, test: object, threat: ThreatModel, how: RunSettings, console: Console
+) -> tuple[Source, Source, Source, RunSettings]:
     """The images for training, for choosing the epoch and for the verdict; and the settings with the held-out size."""
     if isinstance(data, Dataset):
         test = data.test if test is None else test
-    source = as_source(data.train if isinstance(data, Dataset) else data)
+    source = as_source(data.train if isinstance(data, Dataset) else data, bounds=(threat.low, threat.high))
     if isinstance(source, TorchSource) and source.eight_bit:
         console.print("the images have 8 bits: they are divided by 255", highlight=False)
     size = how.validation.size
     if how.validation == Validation():
         size = max(1, min(size, len(source) // 10))
+    if len(source) <= len(set(source.labels.tolist())):
+        raise UserError(f"data: expected at least two images of some class, got {len(source)} images in all")
     try:
         train, held_out = split(source, size, how.training.seed)
     except UserError as error:
@@ -194,7 +256,7 @@ def _data(data: object, test: object, how: RunSettings, console: Console) -> tup
         held_out.name = "held-out training images"
         tested: Source = held_out
     else:
-        tested = as_source(test, "test")
+        tested = as_source(test, "test", (threat.low, threat.high))
         if tested.shape != source.shape:
             raise UserError(f"test: expected images of shape {source.shape}, as in data, got {tested.shape}")
         if len(tested.classes) > len(source.classes):
@@ -203,73 +265,6 @@ def _data(data: object, test: object, how: RunSettings, console: Console) -> tup
             )
     how = dataclasses.replace(how, validation=dataclasses.replace(how.validation, size=size))
     return train, held_out, tested, how
-
-
-def _exact(source: Source) -> bool:
-    """Whether the images are the same when they are read a second time."""
-    while (inner := getattr(source, "source", None)) is not None:
-        source = inner
-    return bool(getattr(source, "exact", True))
-
-
-def _asked(
-    net: nn.Module,
-    train: Source,
-    threat: ThreatModel,
-    objective: Objective,
-    how: RunSettings,
-    augment: Augmentation | None,
-    helper: nn.Module | None,
-) -> dict[str, Any]:
-    """The arguments of a call, as texts. A later call with the same folder is compared with them."""
-    rows = torch.arange(min(16, len(train)))
-    images = train.images(rows).numpy().tobytes() if _exact(train) else b""
-    layers = [(name, tuple(value.shape)) for name, value in net.state_dict().items()]
-    said = {
-        "format": 1,
-        "objective": _text(objective),
-        "threat": _text(threat),
-        **{name: _text(value) for name, value in vars(how).items()},
-        "augment": _text(augment or NoAugment()),
-        "data": f"{len(train)} images of shape {train.shape}, {_digest(images + train.labels.numpy().tobytes())}",
-        "model": f"{type(net).__name__} of {sum(value.numel() for value in net.state_dict().values()):,} numbers, "
-        f"{_digest(repr(layers).encode())}",
-        "helper": "none" if helper is None else weights_digest(helper)[:16],
-    }
-    return {**said, "fingerprint": _digest(json.dumps(said, sort_keys=True).encode())}
-
-
-def _text(value: object) -> str:
-    """A setting as text. For an object whose text contains its address, it is the name of its class."""
-    text = repr(value)
-    return type(value).__name__ if " at 0x" in text else text
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished", "finished"]:
-    """Make the run's folder, or find the run of the same call in it."""
-    mark = place / "fit.json"
-    if not mark.exists():
-        if (place / "recipe.yaml").exists():
-            raise UserError(f"{place} holds a run of a recipe; choose another folder")
-        make_folder(place, "fit.json", json.dumps(asked, indent=1).encode())
-        return "new"
-    try:
-        kept = json.loads(mark.read_text())
-        different = [key for key in asked if key != "fingerprint" and kept.get(key) != asked[key]]
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{mark} is damaged: {error}") from None
-    if different:
-        key = different[0]
-        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        raise UserError(
-            f"{place} holds the run of another call: its {key} is {kept.get(key)}, and that of this call is "
-            f"{asked[key]}{more}; choose another folder, or delete it"
-        )
-    return "finished" if (place / "run.json").exists() else "unfinished"
 
 
 def _kept(net: nn.Module, trained: Trained, how: RunSettings) -> nn.Module:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,11 @@ from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
 from steelman.evidence.bundle import GIVEN, OWN, finished, read_bundle, weights_digest
 from steelman.files import write_atomic
-from steelman.models.batchnorm import route, split_norms
+from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
 from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
 from steelman.report import Entry, html, tables
 from steelman.threat import ThreatModel
 from steelman.training.guard import blind
-from steelman.training.progress import read_history
 from steelman.training.records import Trained
 
 
@@ -100,8 +100,11 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
     folder = Path(place)
     if not (folder / "run.json").is_file():
         begun = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
-        how = resume_command(folder) if (folder / "recipe.yaml").is_file() else "the same call of steelman.fit"
-        hint = f"the run is not finished; go on with: {how}" if begun else "it is not a run: it has no run.json"
+        hint = (
+            f"the run is not finished; go on with: {resume_command(folder)}"
+            if begun
+            else "it is not a run: it has no run.json"
+        )
         raise UserError(f"no finished run in {folder}: {hint}")
     kept, missing = None, ""
     if model is not None:
@@ -114,12 +117,21 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
     both = finished(folder / OWN) and finished(attacked)
     return Run(
         path=folder,
-        history=read_history(folder),
+        history=_history(folder),
         evaluation=Evaluation.load(folder / OWN if finished(folder / OWN) else attacked),
         attacked=Evaluation.load(attacked) if both else None,
         kept=kept,
         missing=missing,
     )
+
+
+def _history(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The epochs of a finished run."""
+    path = folder / "run.json"
+    try:
+        return tuple(json.loads(path.read_text())["history"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error!r}") from None
 
 
 def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -152,7 +164,7 @@ def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a run's model, and its weights."""
     if not (folder / "model.json").is_file():
-        unfinished = (folder / "recipe.yaml").is_file()
+        unfinished = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
         hint = f"the run is not finished; go on with: {resume_command(folder)}" if unfinished else "it is not a run"
         raise UserError(f"no model in {folder}: {hint}")
     path = folder / "model.safetensors"
@@ -189,10 +201,13 @@ def _filled(model: nn.Module, folder: Path) -> nn.Module:
     record, state = read_model(folder)
     if record["model"].get("wrapped") and not any(key.startswith("model.") for key in model.state_dict()):
         model = detected(model, torch.full((2, *record["input_shape"]), 0.5)).model
-    if record.get("members"):
-        raise UserError(
-            f"the model of {folder} is an ensemble of {record['members']} models; expected no model argument, got one"
-        )
+    branch, members = record.get("auxiliary_norm"), record.get("members")
+    if branch and not any(isinstance(module, AuxiliaryNorm) for module in model.modules()):
+        split_norms(model)
+    if members:
+        model = Ensemble([deepcopy(model) for _ in range(members)])
+    if branch:
+        route(model, branch)
     load_weights(model, state, str(folder / "model.safetensors"))
     return model.eval()
 
@@ -201,8 +216,9 @@ def make_folder(folder: Path, name: str, content: bytes) -> None:
     """Make a run's folder, with the settings in the file `name`. A folder that is not empty is never changed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty; choose another --out")
+        # What a killed process had begun to write is no content.
+        if any(not path.name.startswith(f".{name}.") for path in folder.iterdir()):
+            raise UserError(f"{folder} is not empty; choose another folder")
         write_atomic(folder / name, content)
         write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
     except OSError as error:
@@ -295,6 +311,7 @@ def finish(
         "kept_epoch": trained.epoch,
         "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
         "session_seconds": time.monotonic() - started,
+        "history": trained.history,
     }
     write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last, because it marks a finished run
     return run

@@ -71,6 +71,8 @@ class Trainer:
         self.per_epoch = self.objective.repeats * batches_an_epoch
         self.total = self.per_epoch * self.training.epochs
         self.progress = Progress()
+        # Layers that are in eval mode in a model in train mode, such as frozen batch norm, stay so.
+        self.still = [module for module in self.net.modules() if not module.training] if self.net.training else []
         if self.compute.channels_last:
             self.net = self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.manual_seed(self.key.fold("global", self.fabric.global_rank).integer() & (2**63 - 1))
@@ -173,6 +175,8 @@ class Trainer:
         if self.compute.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         self.model.train()
+        for module in self.still:
+            module.training = False
         with self.fabric.autocast():
             loss_of_batch = self.criterion(x, y, index=index, progress=share, eps=eps)
         loss = sums(self.fabric, float(loss_of_batch.detach()))[0] / self.fabric.world_size
@@ -290,7 +294,9 @@ class Trainer:
         if saved_by != self.fabric.world_size:
             raise UserError(f"expected {saved_by} processes, as when the run was saved, got {self.fabric.world_size}")
         carry = {name: value[rank] for name, value in state["carry"].items()}
-        self.criterion.load_state_dict({"step": self.progress.step, "seen": 0, "carry": carry})
+        self.criterion.load_state_dict(
+            {**self.criterion.state_dict(), "step": self.progress.step, "seen": 0, "carry": carry}
+        )
         torch.set_rng_state(state["rng"][rank].clone())  # torch crashes on a view of a larger tensor
         if state["cuda"] is not None and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"][rank])
