@@ -422,7 +422,8 @@ class TestFoundByAReview:
             criterion(*some_batch())
 
     def test_an_optimizer_of_other_weights(self) -> None:
-        for optimizer, said in (("adam", "got str"), (torch.optim.SGD(a_net().parameters(), 0.1), "got one that steps none of them")):
+        other = torch.optim.SGD(a_net().parameters(), 0.1)
+        for optimizer, said in (("adam", "got str"), (other, "got one that steps none of them")):
             with pytest.raises(UserError, match=said):
                 Criterion(PGDAT(), a_net(), THREAT, awp=AWP(), optimizer=optimizer)  # type: ignore[arg-type]
 

@@ -422,7 +422,7 @@ def test_an_ensemble_is_read_back(tmp_path: Path) -> None:
 def test_frozen_batch_norm_stays_frozen() -> None:
     net = a_net().train()
     norm = net.backbone.layers[1]  # type: ignore[index]
-    norm.eval()  # type: ignore[operator,union-attr]
+    norm.eval()  # type: ignore[union-attr]
     before = norm.running_mean.clone()  # type: ignore[union-attr]
     fit(net)
     assert torch.equal(norm.running_mean, before)  # type: ignore[union-attr]
