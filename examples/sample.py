@@ -14,8 +14,8 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, train: bool) -> None:
         data = steelman.DATASETS["digits"]()
-        source = data.train if train else data.test
-        self.tensors = source.images(torch.arange(len(source))), source.labels
+        source, n = (data.train, 1000) if train else (data.test, 150)
+        self.tensors = source.images(torch.arange(n)), source.labels[:n]
 
     def __len__(self) -> int:
         return len(self.tensors[0])

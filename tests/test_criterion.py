@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import steelman
 from steelman.data.source import ArraySource, batches, split
 from steelman.errors import UserError
+from steelman.evaluation.stages import protocol
 from steelman.heads import Head
 from steelman.models.batchnorm import split_norms
 from steelman.objectives import AWP, CURE, GAT, HAT, OBJECTIVES, PGDAT, TRADES, Criterion, FreeAT
@@ -96,7 +97,8 @@ def by_fit(net: nn.Module, name: str, source: ArraySource, around: dict[str, Any
         around=Around(**around),
     )
     helper = Helper() if name == "hat" else None
-    return steelman.fit(net, source, THREAT, of(name), settings=how, helper=helper, console=quiet()).model
+    suite = protocol({"FGSM": steelman.FGSM()}, curve=False)
+    return steelman.fit(net, source, THREAT, of(name), settings=how, helper=helper, suite=suite, console=quiet()).model
 
 
 def test_an_own_loop_is_fit_to_the_bit_for_every_objective(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,5 +40,5 @@ def test_it_runs(
     sys.modules.pop("sample", None)
     said = capsys.readouterr().out
     assert "robust" in said
-    assert "of 360" in said
+    assert "of 150" in said
     assert os.environ.get("HF_HUB_OFFLINE") in (None, "1")

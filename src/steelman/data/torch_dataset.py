@@ -130,7 +130,7 @@ def _image(value: Any, place: int) -> Tensor:
         value = np.asarray(value)
         value = value[None] if value.ndim == 2 else value.transpose(2, 0, 1)
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = torch.from_numpy(np.array(value))  # a copy: a picture's own pixels cannot be written to
     if not isinstance(value, Tensor):
         raise UserError(f"sample {place}: expected an image as a tensor or an array, got {type(value).__name__}")
     if value.dim() == 2:
