@@ -12,7 +12,7 @@ demo: $(STAMP)
 
 # Doctests of the package, then the tests; one process a core, one thread each.
 test: $(STAMP) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src tests -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src tests -n auto --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .
