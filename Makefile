@@ -10,9 +10,9 @@ PEERS   = runs/peers
 demo: $(STAMP)
 	$(BIN)/steelman demo
 
-# Doctests of the package, then the tests; one process a core, one thread each.
+# Doctests of the package, then the tests. There is one process more than cores, for some tests wait for others.
 test: $(STAMP) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src tests -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src tests -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -88,6 +88,7 @@ def recipe(name: str, head: str, seed: int, helper: Path | None, quick: bool, ep
         "validation": {"size": 59500 if quick else 50000, "samples": 200, "attack": {"name": "pgd", "steps": 10}},
         "guard": {"on_collapse": "ignore"},
         "evaluation": {
+            "suite": None,
             "samples": 50 if quick else 500,
             "attacks": {
                 "PGD-50": {"name": "pgd", **last},
@@ -122,8 +123,8 @@ def one(work: Path, name: str, head: str, seed: int, quick: bool, epochs: int = 
         "head": head,
         "seed": seed,
         "epochs": source["training"]["epochs"],
-        "n": found.total,
-        "scores": {score.name: score.correct / score.total for score in found.scores},
+        "n": found.evaluation.total,
+        "scores": {score.name: score.correct / score.total for score in found.evaluation.scores},
         "seconds": round(time.monotonic() - started),
         "commit": commit(),
         "versions": versions(),
