@@ -21,7 +21,7 @@ import importlib.metadata
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_classifier, load_state, load_weights
 from steelman.threat import ThreatModel, norms
 from steelman.training import run
+from steelman.training.folder import load_model
 
 AGAIN = 60.0  # seconds for all libraries together below which a row is run twice
 Peer = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -86,7 +87,8 @@ def available() -> tuple[dict[str, str], list[str]]:
 def torchattacks(name: str, **options: Any) -> Peer:
     def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         made = getattr(importlib.import_module("torchattacks"), name)(model, **options)
-        return made(x, y)
+        x_adv: Tensor = made(x, y)
+        return x_adv
 
     return attack
 
@@ -94,6 +96,7 @@ def torchattacks(name: str, **options: Any) -> Peer:
 def foolbox(name: str, eps: float, **options: Any) -> Peer:
     def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         library = importlib.import_module("foolbox")
+        raw: Tensor
         raw, _, _ = getattr(library.attacks, name)(**options)(
             library.PyTorchModel(model, bounds=(0, 1), device=x.device), x, y, epsilons=eps
         )
@@ -294,14 +297,18 @@ def judge(case: Case, threat: ThreatModel, points: Tensor, model: nn.Module) -> 
     near = norms(points - case.x, threat.p) <= threat.eps * (1 + 1e-4)
     points = torch.where(near[:, None, None, None], threat.project(points, case.x), case.x)
     with untouched(model), torch.no_grad():
-        guess = torch.cat([model(part).argmax(dim=1) for part in points.split(250)])
+        guess = torch.cat([model(part).argmax(dim=1) for part in torch.split(points, 250)])
     return guess != case.y
+
+
+def _batches(case: Case, batch_size: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return torch.split(case.x, batch_size), torch.split(case.y, batch_size)
 
 
 def timed(attack: Callable[[Tensor, Tensor], Any], case: Case, batch_size: int) -> tuple[float, list[Any]]:
     """Wall seconds for all images, and what came out for each batch."""
     started = time.perf_counter()
-    found = [attack(x, y) for x, y in zip(case.x.split(batch_size), case.y.split(batch_size), strict=True)]
+    found = [attack(x, y) for x, y in zip(*_batches(case, batch_size), strict=True)]
     return time.perf_counter() - started, found
 
 
@@ -384,7 +391,7 @@ def through_features(case: Case, steps: list[int], step_size: float, batch_size:
             points = torch.cat(
                 [
                     attack(case.model, x, y, threat, index=torch.arange(len(x)) + batch_size * place)
-                    for place, (x, y) in enumerate(zip(case.x.split(batch_size), case.y.split(batch_size), strict=True))
+                    for place, (x, y) in enumerate(zip(*_batches(case, batch_size), strict=True))
                 ]
             )
             record[label] = 1 - float(judge(case, threat, points, case.model).double().mean())
@@ -474,14 +481,14 @@ def trained(folder: Path, changes: list[str], samples: int, label: str, first: i
     """The model in a folder, trained there first by the small PGD-AT recipe with some changes unless it is there."""
     if not (folder / "run.json").exists():
         run.train(recipes.read("cifar10-pgd-at-small", changes)[0], folder)
-    model, _ = run.load_model(folder)
+    model, _ = load_model(folder)
     test = datasets.load("cifar10").test
     index = torch.arange(first, first + samples)
     return Case(label, model.eval(), test.images(index), test.labels[index], CIFAR, first)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="20 images, a few steps; prints the page only")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=250)

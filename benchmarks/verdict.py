@@ -114,14 +114,14 @@ def port(case: Case, batch_size: int, seed: int = 0) -> dict[str, Any]:
     points = []
     started = time.perf_counter()
     with torch.no_grad():
-        right = torch.cat([case.model(part).argmax(dim=1) for part in case.x.split(batch_size)]) == case.y
+        right = torch.cat([case.model(part).argmax(dim=1) for part in torch.split(case.x, batch_size)]) == case.y
     attack = library.AutoAttack(case.model, norm="Linf", eps=threat.eps, version="standard", n_classes=10, seed=seed)
     for part in attack._autoattack.attacks:
         if hasattr(part, "steps"):
             part.steps = 100
         if hasattr(part, "rescale_schedule"):
             part.rescale_schedule = False
-    for x, y, keep in zip(case.x.split(batch_size), case.y.split(batch_size), right.split(batch_size), strict=True):
+    for x, y, keep in zip(*(torch.split(all_of, batch_size) for all_of in (case.x, case.y, right)), strict=True):
         part = x.clone()
         if keep.any():
             part[keep] = attack(x[keep], y[keep])
@@ -147,13 +147,17 @@ def _count(count: dict[str, int], x: Tensor, logits: Tensor) -> None:
     """A forward of each image in `x`, and a backward whenever a gradient comes back through the logits."""
     count["forwards"] += len(x)
     if logits.requires_grad:
-        logits.register_hook(lambda gradient: count.update(backwards=count["backwards"] + len(gradient)))
+
+        def counted(gradient: Tensor) -> None:
+            count.update(backwards=count["backwards"] + len(gradient))
+
+        logits.register_hook(counted)  # type: ignore[no-untyped-call]
 
 
 def disputes(official: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> list[int]:
     """The samples that AutoAttack broke and some verdict did not, or the other way round."""
     lefts = [set(record["left"]) for records in runs.values() for record in records]
-    return sorted(set().union(*(left ^ set(official["left"]) for left in lefts)))
+    return sorted({sample for left in lefts for sample in left ^ set(official["left"])})
 
 
 def table(
@@ -193,10 +197,10 @@ def table(
     theirs = set(base["left"])
     for suite, records in runs.items():
         lines += ["", _summary(suite, records, base)]
-        mine = [set(record["left"]) for record in records]
+        lefts = [set(record["left"]) for record in records]
         for who, only in (
-            ("AutoAttack", [left - theirs for left in mine]),
-            (f"`{suite}`", [theirs - left for left in mine]),
+            ("AutoAttack", [left - theirs for left in lefts]),
+            (f"`{suite}`", [theirs - left for left in lefts]),
         ):
             times = Counter(sample for samples in only for sample in samples)
             told = ", ".join(f"{case.first + sample} ({times[sample]})" for sample in sorted(times)) or "none"
@@ -279,7 +283,7 @@ def check_there(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="10 images each; prints the page only")
     parser.add_argument("--cases", nargs="*", default=CASES, help="model:images:suite,suite:first image")
     parser.add_argument("--batch-size", type=int, default=250)
