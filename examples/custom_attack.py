@@ -4,10 +4,12 @@
 import torch
 from sample import Digits, network
 
-model, (x, y) = network().eval(), Digits(train=False).tensors
+import steelman
+
+model, (x, y) = network(), Digits(train=False).tensors
+steelman.fit(model, Digits(train=True), steelman.ThreatModel(eps=0.05), steelman.PGDAT(), epochs=8)
 
 # --- the example
-import steelman
 from steelman.attacks import untouched
 from steelman.testing import check_attack
 

@@ -20,4 +20,4 @@ class Half(steelman.Objective):
 
 
 check_objective(Half())
-print(steelman.fit(model, train, steelman.ThreatModel(eps=0.15), Half(), epochs=3, test=test).verdict)
+print(steelman.fit(model, train, steelman.ThreatModel(eps=0.15), Half(), epochs=8, test=test).verdict)

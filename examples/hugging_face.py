@@ -1,4 +1,4 @@
-"""A Hugging Face image classifier, trained for an epoch and judged."""
+"""A Hugging Face image classifier, trained and judged."""
 
 # Above the mark stand a model and data to run the example with. Below it is the example.
 from sample import Digits
@@ -13,5 +13,5 @@ import steelman
 
 model = steelman.wrap(vit, mean=[0.3], std=[0.35], size=16)
 threat = steelman.ThreatModel(eps=0.05)
-run = steelman.fit(model, train, threat, steelman.FastAT(), epochs=3, lr=1e-3, test=test)
+run = steelman.fit(model, train, threat, steelman.FastAT(), epochs=8, batch_size=32, lr=3e-3, test=test)
 print(run.verdict)
