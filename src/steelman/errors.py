@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 
 def resume_command(folder: Path) -> str:
-    """The command that resumes a run, or for a run of ``fit`` the words for its call.
+    """The command that resumes a run. For a run of ``fit``, it is a text that describes the call.
 
     >>> resume_command(Path("my runs/a"))
     "steelman resume 'my runs/a'"

@@ -76,7 +76,7 @@ FAR = 1e3  # a class whose logit is below -FAR * (the larger size of the two lar
 def in_play(logits: Tensor) -> Tensor:
     """Which classes can matter, for each sample.
 
-    Some models switch a class off by a logit such as -1e6. Such a logit must not count as a size or a spread: it says
+    Some models switch a class off by a logit such as -1e6. Such a logit must not count as a size or a spread. It says
     nothing about the distances between the other logits, or about their rounding.
 
     >>> in_play(torch.tensor([[2.0, 1.0, -7.0, -1e6]]))

@@ -1,4 +1,4 @@
-"""Progress: on a terminal a bar that says what is being done, elsewhere a plain line now and then."""
+"""Progress: a bar on a terminal, and elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def say(text: str) -> None:
 
 
 class Ticker:
-    """Tells how far something called `name` is, in `unit`.
+    """Shows the progress of a task. `name` is the task, and `unit` is what is counted.
 
     On a terminal it is a bar that vanishes at the end. Elsewhere, such as in a log, it is a plain line at most every
     30 seconds: ``fast: targets, 512 of 2,000 samples``.
 
-    Each thing that is being done has a clock of its own, from which the bar tells the time left. With `one_clock` all
-    of them are parts of one thing, and `done` and `total` are that thing's.
+    A task may have several parts. Each part has its own clock, from which the bar estimates the time left. With
+    `one_clock`, all parts share one clock. `done` and `total` are then those of the whole task.
     """
 
     def __init__(self, name: str, unit: str = "samples", *, one_clock: bool = False) -> None:
@@ -66,7 +66,7 @@ class Ticker:
         self._what, self._next = "", time.monotonic() + EVERY
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
-        """`done` of `total` are done of `what`; `note` is what else there is to say."""
+        """Say that `done` of `total` are done in the part `what`. `note` is a short text for the end of the line."""
         if self._bar is not None:
             if what != self._what and not self.one_clock:
                 self._bar.reset(self._task)

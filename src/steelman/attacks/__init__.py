@@ -1,4 +1,4 @@
-"""Attacks by name. To add one: a file here, a line in ATTACKS, its settings in tests/settings.py."""
+"""Attacks by name. A new one needs a file here, a line in ATTACKS, and its settings in tests/settings.py."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MIM = partial(PGD, steps=20, start="zero", momentum=1.0)
 
 
 def _fixed(summary: str, kind: Callable[..., Search] = PGD, **fixed: object) -> Callable[..., Search]:
-    """An attack with some settings given other defaults."""
+    """An entry of ATTACKS: `kind` with the settings `fixed` as new defaults, and a summary for the lists."""
     made: Any = kind if isinstance(kind, partial) else partial(kind, **fixed)
     made.summary = summary
     return cast(Callable[..., Search], made)
 
 
 ATTACKS: dict[str, Callable[..., Search]] = {
-    # White box, within eps.
+    # White box: any point within eps.
     "fgsm": _fixed("One step of size eps from the clean image (Goodfellow et al., 2015).", FGSM),
     "bim": _fixed("Iterated FGSM from the clean image (Kurakin et al., 2017).", steps=10, start="zero"),
     "pgd": PGD,
@@ -47,7 +47,7 @@ ATTACKS: dict[str, Callable[..., Search]] = {
     "multi-targeted": MultiTargeted,
     "feature": FeatureAttack,
     "fn": FNAttack,
-    # White box, the nearest point.
+    # White box: the nearest point.
     "deepfool": DeepFool,
     "fab": FAB,
     "fab-t": _fixed("FAB towards each of nine wrong classes (Croce and Hein, 2020).", FAB, targets=9),
@@ -58,7 +58,7 @@ ATTACKS: dict[str, Callable[..., Search]] = {
     "nes": Estimated,
     "spsa": _fixed("Gradients from random signs (Uesato et al., 2018).", Estimated, noise="rademacher"),
     "zoo": ZOO,
-    # Around any other.
+    # Around any other attack.
     "eot": EOT,
 }
 

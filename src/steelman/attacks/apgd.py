@@ -1,4 +1,4 @@
-"""Auto-PGD: gradient ascent whose step size, or sparsity, looks after itself, sample by sample."""
+"""Auto-PGD: gradient ascent that adapts the step size of each sample or, in l1, also how many pixels a step moves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from steelman.settings import Count, Number, settings
 from steelman.threat import ThreatModel
 
 MOMENTUM = 0.75
-# Where the step size is looked at, in per cent of all steps: 22, then intervals shorter by 3 each time, down to 6.
+# Checkpoints, in per cent of all steps: the first at 22. Each interval is 3 shorter than the one before, down to 6.
 FIRST, SHORTER, SHORTEST = 22, 3, 6
-# Targets when none are asked for: all wrong classes of ten.
+# The default number of targets: all wrong classes of a model with ten classes.
 TARGETS = 9
-# The l1 variant: share of the pixels in the first step, per cent of steps between looks, and what a look divides by.
+# l1: the share of pixels that the first step moves, and the per cent of steps between checkpoints. Then three divisors:
+# of the number of pixels, of eta, and of eps for the smallest eta.
 SPARSITY, LOOK, SPARSER, SHORTEN, LEAST = 0.2, 4, 1.5, 1.5, 10.0
 
 
 def checkpoints(steps: int, norm: str) -> list[int]:
-    """The steps after which to look: w_j = ceil(p_j steps), p_(j+1) = p_j + max(p_j - p_(j-1) - 3%, 6%); l1: every 4%.
+    """The numbers of the steps that have a checkpoint.
+
+    In linf and l2 they are w_j = ceil(p_j steps), with p_(j+1) = p_j + max(p_j - p_(j-1) - 3%, 6%). In l1 there is one
+    after every 4% of the steps.
 
     >>> checkpoints(100, "linf")
     [22, 41, 57, 70, 80, 87, 93, 99]
@@ -55,27 +59,33 @@ def ranked(clean: Tensor, y: Tensor, count: int) -> Tensor:
 class APGD(Search):
     """Auto-PGD: z = P(x' + eta U_p(g)), x'' = P(x' + 0.75 (z - x') + 0.25 (x' - x'_before)), eta halved when stuck.
 
-    eta starts at 2 eps. At a checkpoint, a sample whose loss rose in at most `rho` of the steps since the last one, or
-    whose eta was left alone there and whose best loss is still the same, halves eta and goes back to its best point.
+    eta starts at 2 eps. At a checkpoint, a sample is stuck in two cases. Its loss rose in at most the share `rho` of
+    the steps since the last checkpoint. Or its eta was not halved there, and its best loss is still the same. A stuck
+    sample halves eta and goes back to its best point.
 
-    In l1 there is no momentum: eta starts at eps, and a step moves only the k pixels of largest gradient, all equally
-    far. At a checkpoint k becomes the number of pixels changed at the best point, divided by 1.5; where that number has
-    shrunk by more than 5%, eta is eps again and the search goes back to the best point; elsewhere eta shrinks by 1.5,
-    down to eps / 10.
+    l1 has no momentum, and eta starts at eps. A step moves only the k pixels of largest gradient, all equally far. A
+    checkpoint counts the pixels in which the best point differs from the image. k becomes this number divided by 1.5.
+    If the number is more than 5% below that of the last checkpoint, eta becomes eps, and the sample goes back to its
+    best point. Otherwise eta is divided by 1.5, but stays at least eps / 10.
 
-    Arguments: `loss` is what is climbed; a targeted one is climbed towards each of the `targets` wrong classes of
-    highest clean logit in turn (9, or all there are), by the samples that are left, or with `together` towards all of
-    them side by side: quicker for a few samples, and the same for robust ones. `start` is a uniform draw from
-    the ball, or that draw moved twice along a random direction of the logits. With a target class given to the call,
-    only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each from a diversified start),
-    and a targeted loss one clean forward to rank the classes.
+    Arguments:
+        loss: the loss to maximise. A targeted loss is maximised towards each of the `targets` in turn.
+        targets: the number of target classes: the wrong classes of highest clean logit. None means 9, or all if there
+            are fewer.
+        start: "uniform" in the ball. "diversified" moves that draw twice along a random direction of the logits.
+        together: whether the search runs towards all targets at once. This is quicker for a few samples. The result for
+            robust samples is the same.
 
-    Deviations: the start is uniform in the ball, where the authors' code scales the draw to the sphere; nearly all of
-    an image's ball lies next to its sphere, and so the start is PGD's own. The projection is exact in all norms. A loss
-    is compared with that of the point which the step came from, as the paper has it, also just after a return to the
-    best point. In l1, AutoAttack begins with larger radii, and this does not; pixels at their bound are not among the
-    k, and k is rounded down: no step is spent on nothing, and the support can shrink to one pixel. The scale-invariant
-    cross-entropy of two classes, flat but for a jump, gives way to the margin.
+    With a target class in the call, the search runs towards that class alone. A run takes steps + 1 forward passes and
+    `steps` backward passes. A diversified start takes two more of each. A targeted loss takes one clean forward pass
+    more, to rank the classes.
+
+    Deviations: The start is uniform in the ball; the authors' code scales the draw to the sphere. For images this makes
+    little difference, because nearly all of the ball lies near its sphere. The projection is exact in all norms. Each
+    loss is compared with the loss of the point that the step came from, as in the paper. After a return, that is the
+    best point. AutoAttack begins its l1 search with larger radii; this attack does not. In l1, a pixel at its bound is
+    not among the k, and k is rounded down. So no step is wasted, and a perturbation can shrink to one pixel. With two
+    classes, the margin replaces the scale-invariant cross-entropy, which is flat except for a jump.
 
     Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", Algorithm 1; Croce and Hein (2021), "Mind the box: l1-APGD for sparse adversarial attacks on image
@@ -126,7 +136,7 @@ class APGD(Search):
                 problem.gather(copies, rows)
 
     def _targets(self, problem: Problem) -> Tensor | None:
-        """The classes to climb towards, a column a run."""
+        """The target classes, one column for each run. None for a loss without targets."""
         if problem.target is not None:
             return problem.target[:, None]
         if LOSSES[self.loss].needs != "target":
@@ -139,12 +149,15 @@ class APGD(Search):
         return targets
 
     def _climbed(self, logits: Tensor) -> str:
-        """The loss in use: of two classes the scale-free cross-entropy sees only which leads, so it has no best point;
-        the margin has the same direction."""
+        """The name of the loss in use.
+
+        With two classes, the scale-invariant cross-entropy depends only on which class leads, so no point is the best.
+        The margin's gradient has the same direction.
+        """
         return "margin" if self.loss == "scale-invariant-cross-entropy" and logits.shape[1] == 2 else self.loss
 
     def _climb(self, problem: Problem, rows: Tensor, target: Tensor | None, points: Tensor) -> None:
-        """One run: success is read from the logits that also give the gradient."""
+        """Do one run from `points`. The logits that give the gradient also decide success."""
         threat, x = problem.threat, problem.x[rows]
         state, looks, before = _State.at(points, x, rows, target, threat), checkpoints(self.steps, threat.norm), 0
         for step in range(self.steps + 1):
@@ -172,7 +185,7 @@ class APGD(Search):
 
 @dataclasses.dataclass
 class _State:
-    """What one run knows of the samples still in it, a row a sample."""
+    """The state of one run: a row for each sample that is still in it."""
 
     rows: Tensor
     target: Tensor | None
@@ -189,7 +202,7 @@ class _State:
     checked: Tensor  # the best loss at the last checkpoint
     halved: Tensor  # whether that checkpoint halved eta
     kept: Tensor  # l1: how many pixels a step moves
-    changed: Tensor  # l1: how many pixels the best point had changed at the last checkpoint
+    changed: Tensor  # l1: in how many pixels the best point differed from the image at the last checkpoint
 
     @classmethod
     def at(cls, points: Tensor, x: Tensor, rows: Tensor, target: Tensor | None, threat: ThreatModel) -> _State:
@@ -208,7 +221,7 @@ class _State:
             best_gradient=torch.zeros_like(points),
             best_losses=lowest.clone(),
             eta=torch.full_like(lowest, threat.eps if threat.norm == "l1" else 2 * threat.eps),
-            rises=torch.full_like(pixels, -1),  # the first pass rises above nothing
+            rises=torch.full_like(pixels, -1),  # the first pass counts as a rise, but is none
             checked=lowest,
             halved=torch.zeros_like(pixels, dtype=torch.bool),
             kept=(pixels * SPARSITY).long().clamp_min(1),
@@ -216,12 +229,12 @@ class _State:
         )
 
     def only(self, stay: Tensor) -> _State:
-        """The state of the samples that stay."""
+        """The state of the samples in `stay`."""
         taken: dict[str, Any] = {name: None if value is None else value[stay] for name, value in vars(self).items()}
         return _State(**taken)
 
     def record(self, gradient: Tensor, losses: Tensor) -> None:
-        """Take in what the pass at the points gave."""
+        """Record the gradients and losses of a pass at the current points, and update the best points."""
         self.rises = self.rises + (losses > self.losses)
         self.gradient, self.losses = gradient, losses
         better = losses > self.best_losses
@@ -229,14 +242,14 @@ class _State:
         self.best_losses = torch.where(better, losses, self.best_losses)
 
     def halve(self, enough: float) -> None:
-        """The checkpoint of linf and l2."""
+        """Do the checkpoint of linf and l2. A sample with at most `enough` rises is stuck."""
         stuck = (self.rises <= enough) | (~self.halved & (self.best_losses == self.checked))
         self.eta = torch.where(stuck, self.eta / 2, self.eta)
         self._return(stuck)
         self.halved, self.checked, self.rises = stuck, self.best_losses, torch.zeros_like(self.rises)
 
     def sparsify(self, eps: float) -> None:
-        """The checkpoint of l1."""
+        """Do the checkpoint of l1: set the k and the eta of each sample."""
         changed = (self.best != self.x).flatten(1).sum(dim=1)
         sparser = changed < 0.95 * self.changed
         self.kept = (changed / SPARSER).long().clamp_min(1)
@@ -245,14 +258,14 @@ class _State:
         self.changed = changed
 
     def _return(self, which: Tensor) -> None:
-        """Go back to the best point, whose gradient is known."""
+        """Move the samples `which` back to their best points. The gradients there are known."""
         at = which.view(-1, *[1] * (self.x.dim() - 1))
         self.points = torch.where(at, self.best, self.points)
         self.gradient = torch.where(at, self.best_gradient, self.gradient)
         self.losses = torch.where(which, self.best_losses, self.losses)
 
     def move(self, threat: ThreatModel, first: bool) -> None:
-        """The next points."""
+        """Make one step to the next points."""
         eta = self.eta.view(-1, *[1] * (self.x.dim() - 1))
         if threat.norm == "l1":
             self.points = threat.project(self.points + eta * self._sparse(threat), self.x)
@@ -264,7 +277,7 @@ class _State:
         self.previous, self.points = self.points, towards
 
     def _sparse(self, threat: ThreatModel) -> Tensor:
-        """The step of l1 length 1 that moves the k pixels of largest gradient, among those that can still move."""
+        """The step of l1 length 1 that moves the k pixels of largest gradient among those that can still move."""
         room = torch.where(self.gradient > 0, threat.high - self.points, self.points - threat.low).flatten(1)
         size = self.gradient.flatten(1).abs().where(room > 0, 0.0)
         cut = size.sort(dim=1, descending=True).values.gather(1, self.kept[:, None] - 1)

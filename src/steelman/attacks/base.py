@@ -1,4 +1,4 @@
-"""What an attack is, and the bracket in which every attack runs: nothing of the model or the world is changed by it."""
+"""What an attack is, and a context in which an attack leaves the model and the global generators unchanged."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ Mode = Literal["eval", "train"]
 
 @runtime_checkable
 class Attack(Protocol):
-    """Settings that turn samples into adversarial ones inside a threat model.
+    """Settings that turn images into adversarial images inside a threat model.
 
-    Arguments: `index` is each sample's place in its dataset and, with `key`, decides its noise; without it samples
-    count from 0. With `target` the attack looks for that class instead of any wrong one.
+    Arguments:
+        index: the place of each sample in its dataset. With `key`, it decides the sample's noise. By default samples
+            are counted from 0.
+        target: a class for each sample. The attack then looks for this class, and not for any wrong class.
     """
 
     def __call__(
@@ -39,9 +41,9 @@ class Attack(Protocol):
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
-    """Run an attack with frozen weights in the given mode; leave the model and the global RNG as they were.
+    """Inside, the model is in `mode` with frozen weights. Afterwards the model and the global generators are as before.
 
-    In "train" mode batch norm uses the batch's statistics without recording them, and dropout is on.
+    In "train" mode, batch norm uses the batch's statistics without recording them, and dropout is on.
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
@@ -54,7 +56,7 @@ def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
                 parameter.requires_grad_(False)
             for module in modules:
                 module.training = mode == "train"
-            # What a forward records (batch-norm statistics, power iterations, counters) goes into copies.
+            # A forward pass may write to buffers, such as batch-norm statistics or counters. Here it writes to copies.
             for module, name, buffer in buffers:
                 setattr(module, name, buffer.clone())
             yield
@@ -68,21 +70,24 @@ def untouched(model: nn.Module, mode: Mode = "eval") -> Iterator[None]:
 
 
 def reseed(model: nn.Module, seed: int) -> None:
-    """Begin torch's own noise anew where the model computes; for inside ``untouched``, which puts it back."""
+    """Seed torch's global generators on the CPU and the model's devices. The caller must restore them afterwards."""
     torch.default_generator.manual_seed(seed)
     for device in {parameter.get_device() for parameter in model.parameters() if parameter.is_cuda}:
         torch.cuda.default_generators[device].manual_seed(seed)
 
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's logits, in full precision even where the model ran in half."""
+    """The model's logits. Half precision is converted to float32."""
     logits: Tensor = model(x)
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def input_gradient(losses: Tensor, x_adv: Tensor, *, retain: bool = False) -> Tensor:
-    """Each sample's gradient of its loss. An undefined entry tells nothing and counts as zero; an infinite one counts
-    as the largest finite one, so that a model with a few broken derivatives is still attacked through the others."""
+    """The gradient of each sample's loss with respect to its image.
+
+    A NaN entry counts as zero. An infinite entry counts as the largest finite one of the sample. So a model with a few
+    broken derivatives is still attacked through the other entries.
+    """
     if not losses.requires_grad:
         raise UserError("the model gives no gradient with respect to its input; a black-box attack needs none")
     (gradient,) = torch.autograd.grad(losses.sum(), x_adv, retain_graph=retain)

@@ -1,4 +1,4 @@
-"""Carlini and Wagner's attack: the nearest adversarial image, by Adam in a space without a box."""
+"""Carlini and Wagner's attack: Adam looks for the nearest adversarial image, over a variable without bounds."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from steelman.losses import adversarial_loss
 from steelman.settings import Count, Number, settings
 from steelman.threat import Norm, ThreatModel
 
-# Pixels at the ends of the box would lie at infinity; this much nearer the middle, they do not.
+# A pixel at an end of its range would have an infinite w. It is moved towards the middle by this share first.
 SHRINK = 1e-6
-# A step of the search on c ends for a sample whose loss is not below this share of what it was a tenth of it before.
+# A sample leaves a descent if a tenth of the steps has not brought its loss down to this share of it.
 PROGRESS = 0.9999
 # Adam's published constants.
 BETA_1, BETA_2, TINY = 0.9, 0.999, 1e-8
 
 
 def to_free(x: Tensor, threat: ThreatModel) -> Tensor:
-    """w with middle + half tanh(w) = x, but for the shrink."""
+    """The w with middle + half tanh(w) = x. First, x is moved towards the middle by the share SHRINK."""
     half, middle = (threat.high - threat.low) / 2, (threat.high + threat.low) / 2
     r = (x - middle) / half * (1 - max(SHRINK, torch.finfo(x.dtype).eps))
-    return ((1 + r) / (1 - r)).log() / 2  # torch's atanh rounds by a pixel's place in memory, and so by its batch
+    return ((1 + r) / (1 - r)).log() / 2  # torch's atanh would round differently in another batch
 
 
 def to_box(w: Tensor, threat: ThreatModel) -> Tensor:
     """x' = middle + half tanh(w)."""
     half, middle = (threat.high - threat.low) / 2, (threat.high + threat.low) / 2
-    return (middle + half * torch.tanh(w)).clamp(threat.low, threat.high)  # the sum may be one rounding outside
+    return (middle + half * torch.tanh(w)).clamp(threat.low, threat.high)  # rounding may put the sum outside the box
 
 
 def adam(w: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, lr: float) -> None:
-    """One step of Adam downhill, the `step`-th from 1, in place: each sample's is its own, so any may leave.
+    """Do Adam's step number `step` (from 1) downhill, in place. Samples share no state, so any sample may leave.
 
     Kingma and Ba (2015), "Adam: A Method for Stochastic Optimization", Algorithm 1.
     """
@@ -50,15 +50,19 @@ def adam(w: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, l
 class CarliniWagner(Search):
     """Minimise ||x' - x||_2^2 + c max(z_y - max_{j != y} z_j + confidence, 0) over w, where x' = (tanh w + 1) / 2.
 
-    With a target t the second term is max(max_{j != t} z_j - z_t + confidence, 0). The weight c of each sample begins
-    at `c`, grows tenfold until a search succeeds, and is bisected from then on.
+    With a target t, the second term is max(max_{j != t} z_j - z_t + confidence, 0). Each sample has its own weight c.
+    It begins at the setting `c`, grows tenfold until a descent succeeds, and is then bisected.
 
-    Arguments: `steps` of Adam with rate `lr` for each of the `search_steps` values of c; the rate is in units of w,
-    where the whole box is about 4 wide. With `confidence` only points that lead by that much count as found.
+    Arguments:
+        search_steps: the number of values of c that are tried.
+        steps: Adam's steps for each value of c.
+        lr: Adam's rate, in units of w. A width of 4 in w covers 96% of the range of pixels.
+        confidence: a point counts as found only if the wanted class leads by at least this much in logits.
 
-    Deviations: 1,000 steps where the paper has 10,000; a sample without progress leaves its search, where the published
-    code waits for the whole batch to have none; distances are from the image itself, not from its shrunk copy. A
-    success is always the model's own prediction; in the budget form a sample leaves at its first point within eps.
+    Deviations: There are 1,000 steps, and 10,000 in the paper. A sample without progress leaves its descent; the
+    published code waits until the whole batch has no progress. Distances are measured from the image itself, and not
+    from its shrunk copy. The model's own prediction decides success. If distances are not asked for, a sample leaves at
+    its first point within eps.
 
     >>> from torch import nn
     >>> from steelman.heads import linear
@@ -84,7 +88,7 @@ class CarliniWagner(Search):
     def search(self, problem: Problem) -> None:
         n = len(problem.x)
         rows = torch.arange(n, device=problem.x.device)
-        with torch.no_grad():  # what is wrong already is left alone
+        with torch.no_grad():  # a sample that is misclassified without an attack has distance 0, and leaves
             problem.keep_nearest(problem.x, problem.logits(problem.x, rows), rows)
         c = torch.full((n,), self.c, dtype=problem.x.dtype, device=problem.x.device)
         below, above = torch.zeros_like(c), torch.full_like(c, math.inf)
@@ -98,7 +102,7 @@ class CarliniWagner(Search):
             c = torch.where(above.isfinite(), (below + above) / 2, 10 * below)
 
     def _descend(self, problem: Problem, rows: Tensor, c: Tensor) -> Tensor:
-        """One search with c fixed, on the samples `rows`; whether it succeeded for each."""
+        """Do one descent with fixed `c` on the samples `rows`. Return whether it succeeded, for each sample."""
         threat, everyone = problem.threat, rows
         succeeded = torch.zeros(len(problem.x), dtype=torch.bool, device=rows.device)
         x = problem.x[rows]
@@ -129,12 +133,12 @@ class CarliniWagner(Search):
         return succeeded[everyone]
 
     def _lead(self, problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
-        """How far the wanted class leads: max_{j != y} z_j - z_y, or z_t - max_{j != t} z_j."""
+        """How far the wanted class leads in logits: max_{j != y} z_j - z_y, or z_t - max_{j != t} z_j."""
         target = None if problem.target is None else problem.target[rows]
         return adversarial_loss("margin", logits, problem.y[rows], target=target)
 
     def _keep(self, problem: Problem, points: Tensor, logits: Tensor, lead: Tensor, rows: Tensor) -> Tensor:
-        """Hand over the points that lead by the confidence asked for; which of all are adversarial."""
+        """Give the problem the points that lead by at least `confidence`. Return which of them are adversarial."""
         enough = lead >= self.confidence
         at = enough.nonzero()[:, 0]
         if len(at):

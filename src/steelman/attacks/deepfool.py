@@ -1,4 +1,4 @@
-"""DeepFool: step onto the nearest linearised boundary until it is crossed."""
+"""DeepFool: steps onto the nearest linearised boundary, until the point has crossed it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from steelman.settings import Count, Number, settings
 
 @settings
 class DeepFool(Search):
-    """Newton steps to the nearest boundary: x' <- x' + (1 + overshoot) r, r the least with f_k + w_k.r = 0.
+    """Newton steps to the nearest boundary: x' <- x' + (1 + overshoot) r, where r is shortest with f_k + w_k.r = 0.
 
-    f_k = z_k - z_y and w_k is its gradient; k is the class with the least |f_k| / ||w_k||_q. A sample is done as soon
-    as it is adversarial, after s steps, 2 s + 1 forwards and s (candidates - 1) backwards; or as soon as a step does
-    not move it.
+    f_k = z_k - z_y, and w_k is its gradient. k is the class with the least |f_k| / ||w_k||_q. A sample leaves when it
+    is adversarial, or when a step does not move it. After s steps it has taken s (candidates - 1)
+    backward passes and 2 s + 1 forward passes.
 
-    Arguments: at most `steps` steps; `candidates` is how many classes are looked at, the true one and those with the
-    next highest clean logits (None: all). With a target there is one boundary, z_t = max over k != t of z_k.
+    Arguments:
+        steps: the most steps.
+        candidates: the number of classes to look at: the true one, and those of the next highest clean logits. None
+            means all.
 
-    Unlike the published attack, r is the shortest step that stays in the box: without a box it is theirs,
-    |f| / ||w||_q times the steepest direction, and with one a clipped pixel's share is taken on by the others. What
-    the overshoot puts outside is clipped.
+    With a target there is one boundary, z_t = max over k != t of z_k.
+
+    Deviations: r is the shortest step that stays in the box. Without a box, r is the step of the paper: |f| / ||w||_q
+    times the steepest direction. With a box, a pixel at its bound moves less, and the other pixels move more. The
+    overshoot is clipped to the box.
 
     >>> from steelman.threat import ThreatModel
     >>> net = torch.nn.Flatten()  # the pixels are the logits
@@ -56,7 +60,7 @@ class DeepFool(Search):
             stay = ~problem.keep_nearest(points, logits, rows)
             if step == self.steps or not stay.any():
                 return
-            # Another forward for those that stay is cheaper than all the backwards for those that do not.
+            # Without this second forward pass, the backward passes would include the broken samples, which costs more.
             points, rows, rivals = points[stay].requires_grad_(True), rows[stay], rivals[stay]
             between = leads(problem, problem.logits(points, rows), rows, rivals)
             lead, normal = nearest_boundary(problem, between, points, rows)
@@ -64,7 +68,7 @@ class DeepFool(Search):
             r = step_onto(points, normal, -lead, threat)
             points = (points + (1 + self.overshoot) * r).clamp(threat.low, threat.high)
             moved = (r != 0).flatten(1).any(dim=1)
-            if not moved.all():  # no gradient, or a corner of the box: all further steps would be this one again
+            if not moved.all():  # no gradient, or a corner of the box: no later step would move the sample
                 points, rows, rivals = points[moved], rows[moved], rivals[moved]
                 if len(rows) == 0:
                     return

@@ -1,7 +1,8 @@
-"""The engine all attacks run on: frozen weights, counted passes, broken samples that leave, the best point of each.
+"""The engine of all attacks: frozen weights, counts of passes, and the best point of each sample.
 
-An attack is a settings class with a ``search(problem)``; the call, the bracket around the model, the counting and the
-answer are here, once. An attack never decides that it has succeeded otherwise than by ``Problem.adversarial``.
+An attack is a settings class with a method ``search(problem)``. The engine holds what all attacks share: the call, the
+context around the model, the counts and the answer. ``Problem.adversarial`` alone decides whether an attack has
+succeeded.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ __all__ = ["Found", "Precision", "Problem", "Search"]
 
 
 class Search(abc.ABC):
-    """What all attacks share: the call. A subclass is a settings class with its own ``search``.
+    """The call that all attacks share. A subclass is a settings class with its own ``search``.
 
-    `norms` are those it knows; `minimum_norm` says that it looks for the nearest adversarial point rather than for any
-    within eps; `black_box` that it asks the model for logits only, never for a gradient; `reduced` that its search may
-    run in reduced precision, which is too coarse where a boundary or a small difference is what is looked for;
-    `warm` that it can begin from given points.
+    Class attributes describe an attack:
+    `norms`: the norms that it knows.
+    `minimum_norm`: whether it looks for the nearest adversarial point, and not for any point within eps.
+    `black_box`: whether it asks the model for logits only, never for a gradient.
+    `reduced`: whether its search may run in reduced precision. That is too coarse to find a boundary or a small
+    difference.
+    `warm`: whether it can begin from given points.
     """
 
     norms: ClassVar[tuple[Norm, ...]] = ("linf", "l2", "l1")
@@ -40,12 +44,12 @@ class Search(abc.ABC):
 
     @property
     def copies(self) -> int:
-        """How many points of one sample it may put into one batch."""
+        """How many points of one sample the attack may put into one batch."""
         return 1
 
     @abc.abstractmethod
     def search(self, problem: Problem) -> None:
-        """Look for adversarial points and hand them to the problem to keep."""
+        """Look for adversarial points, and give them to the problem, which keeps the best ones."""
 
     def __call__(
         self,
@@ -74,12 +78,14 @@ class Search(abc.ABC):
         distances: bool = False,
         precision: Precision = "full",
     ) -> Found:
-        """Attack, and tell what was found and what it cost.
+        """Attack, and return what was found and what it cost.
 
-        Arguments: those of every attack, and `start`: points of the threat model, such as another attack's best, from
-        which a `warm` attack's first restart begins; `distances`: a minimum-norm attack then goes on for each sample to
-        the end of its budget, where else it stops at the first point within eps; `precision`: what the search runs in.
-        Every success is one in full precision.
+        Arguments, besides those of every attack:
+            start: points in the threat model, such as the best points of another attack. The first restart of a `warm`
+                attack begins there.
+            distances: True lets a minimum-norm attack search to the end of its budget for each sample. Otherwise a
+                sample leaves at its first point within eps.
+            precision: the precision of the search. Every success is checked in full precision.
         """
         self._check(x, y, threat, index, target, distances, precision)
         if start is not None and not self.warm:
@@ -115,12 +121,12 @@ class Search(abc.ABC):
                         search_in_parts(self.search, problem, self.copies)
                     else:
                         self.search(problem)
-            elif len(x):  # no radius: only samples that are wrong without an attack are broken
+            elif len(x):  # no radius: a sample is broken only if its clean image is misclassified
                 self._look(problem, problem.x)
         return problem.found()
 
     def _look(self, problem: Problem, points: Tensor) -> None:
-        """Keep these points of all samples, whatever their loss."""
+        """Give the problem one point of each remaining sample. Their losses do not matter."""
         rows = problem.remaining()
         with torch.no_grad():
             logits = problem.logits(points, rows)
@@ -139,7 +145,7 @@ class Search(abc.ABC):
         distances: bool,
         precision: Precision,
     ) -> None:
-        """Refuse what cannot be attacked, before anything is done."""
+        """Refuse wrong arguments before the attack begins."""
         name = type(self).__name__
         if not isinstance(threat, ThreatModel):
             raise UserError(f"expected a ThreatModel, got {threat!r}")

@@ -1,4 +1,4 @@
-"""Expectation over transformation: any attack, on what a random model answers on average."""
+"""Expectation over transformation: any attack, on the mean answer of a model with random layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Average = Literal["logits", "probabilities"]
 
 
 def _attack(value: object) -> object:
-    from steelman.attacks import ATTACKS  # the registry holds this attack too, so it is read when it is needed
+    from steelman.attacks import ATTACKS  # here, because the registry imports this file
 
     if not isinstance(value, (Search, str, Mapping)):
         raise UserError(
@@ -36,7 +36,7 @@ def _attack(value: object) -> object:
 
 
 class Averaged(nn.Module):
-    """The mean answer of a random model over `draws` forwards: mean_i z_i(x), or log mean_i softmax(z_i(x)).
+    """The mean answer of a random model over `draws` forward passes: mean_i z_i(x), or log mean_i softmax(z_i(x)).
 
     >>> noisy = nn.Sequential(nn.Dropout(0.5), nn.Flatten())
     >>> Averaged(noisy, 1000, "logits")(torch.ones(1, 3)).round()
@@ -49,10 +49,10 @@ class Averaged(nn.Module):
         self.training = model.training
 
     def forward(self, x: Tensor) -> Tensor:
-        # One forward a draw, not one of repeated inputs: many random models draw once a forward, for the whole batch.
+        # Each draw is a forward pass of its own. In one pass of repeated images, many models would draw only once.
         if self.average == "logits":
             mean = logits_of(self.model, x)
-            for draw in range(1, self.draws):  # as a running mean, equal answers average to exactly themselves
+            for draw in range(1, self.draws):  # a running mean of equal answers is exactly that answer
                 mean = mean + (logits_of(self.model, x) - mean) / (draw + 1)
             return mean
         answers = [F.log_softmax(logits_of(self.model, x), dim=1) for _ in range(self.draws)]
@@ -63,20 +63,21 @@ class Averaged(nn.Module):
 class EOT(Search):
     """Any attack on the mean answer of a random model: it climbs L(mean_i z_i(x')) over draws i of the randomness.
 
-    Arguments: `attack` is an attack, its registry name or a mapping with its name and options; `draws` is how many
-    forwards make one answer (each counts as a pass); `average` is what the mean is taken of: logits, or probabilities,
-    whose logarithms are then the answer.
+    Arguments:
+        attack: an attack, its name in the registry, or a mapping with its name and options.
+        draws: the number of forward passes that make one answer. Each of them is counted.
+        average: "logits" or "probabilities". The answer is the mean logits, or the logarithm of the mean probabilities.
 
-    The gradient of the mean loss, mean_i grad L(z_i), is what this climbs where L is linear in the logits: exactly
-    for the targeted margin, and for the margin while its rival class stays the same. Of cross-entropy it climbs
-    -log mean_i p_i(y) with "probabilities", the loss of the answer that a random model is judged by, and with "logits"
-    that of their normalised geometric mean. Neither exceeds the mean loss (Jensen), and neither is led astray by a few
-    draws with a huge loss.
+    The mean loss has the gradient mean_i grad L(z_i). If L is linear in the logits, the attack climbs this gradient
+    exactly. The targeted margin is linear. The margin is linear while its rival class stays the same. With
+    cross-entropy and "probabilities", the attack climbs -log mean_i p_i(y): the loss of the answer by which a random
+    model is judged. With "logits", it climbs the loss of the normalised geometric mean of the probabilities. Both are
+    at most the mean loss (Jensen). A few draws with a huge loss do not mislead the attack.
 
-    The random layers are the model's own: those that draw in eval mode. Dropout is not switched on. They draw from
-    torch's global generator, seeded here from the key, and left as it was. A sample's draws depend on its batch.
-    Success is that of the mean answer over one set of draws, and among many points some succeed by luck: judge the
-    points by fresh draws.
+    The random layers are those that draw in eval mode. Dropout is not switched on. The layers draw from torch's global
+    generator. The attack seeds it from the key, and restores it afterwards. A sample's draws depend on its batch. The
+    mean answer over one set of draws decides success. Among many points, some succeed by luck. So judge the points by
+    new draws.
 
     Athalye et al. (2018), "Synthesizing Robust Adversarial Examples", section 2.1, and "Obfuscated Gradients Give a
     False Sense of Security", section 4.2.
@@ -109,22 +110,22 @@ class EOT(Search):
 
     @property
     def norms(self) -> tuple[Norm, ...]:  # type: ignore[override]
-        """Those of the attack."""
+        """The norms of the inner attack."""
         return self.attack.norms
 
     @property
     def minimum_norm(self) -> bool:  # type: ignore[override]
-        """That of the attack."""
+        """Whether the inner attack looks for the nearest point."""
         return self.attack.minimum_norm
 
     @property
     def black_box(self) -> bool:  # type: ignore[override]
-        """That of the attack."""
+        """Whether the inner attack asks for logits only."""
         return self.attack.black_box
 
     @property
     def mode(self) -> Mode:
-        """That of the attack."""
+        """The mode of the model during the inner attack."""
         return getattr(self.attack, "mode", "eval")
 
     def run(
@@ -138,7 +139,7 @@ class EOT(Search):
         key: Key = Key(0),  # noqa: B008 - a Key is frozen
         **rest: Any,
     ) -> Found:
-        # The first sample's index keeps one batch's draws from being another's.
+        # Without the first sample's index in the seed, all batches would have the same draws.
         first = int(index[0]) if index is not None and len(index) else 0
         seed = key.fold("eot", first).integer()
         devices = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})

@@ -1,4 +1,4 @@
-"""Gradients from answers alone: NES and SPSA are the two noises of this one file."""
+"""Gradients estimated from logits alone. NES and SPSA are settings of this one file."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from steelman.losses import adversarial_loss
 from steelman.rng import Key
 from steelman.settings import Count, Number, settings
 
-# What one forward is given at most: more makes no model quicker, and memory would grow with pairs times samples.
+# The most images, and the most pixel values, in one forward pass. Otherwise memory would grow with pairs times samples.
 IMAGES_AT_ONCE = 1024
 VALUES_AT_ONCE = 1 << 23
 
 
 def at_once(x: Tensor, copies: int) -> int:
-    """How many sets of `copies` points for each of the samples `x` go through the model together; at least one."""
+    """How many sets of `copies` points for each of the samples `x` fit into one forward pass; at least one."""
     images = min(IMAGES_AT_ONCE, VALUES_AT_ONCE // max(1, math.prod(x.shape[1:])))
     return max(1, images // max(1, copies * len(x)))
 
 
 def climbed(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
-    """The margin of the wrong classes over the true one; towards a target, that of the target over all others."""
+    """The margin by which the best wrong class leads the true one. With a target: by which the target leads."""
     target = None if problem.target is None else problem.target[rows]
     return adversarial_loss("margin", logits, problem.y[rows], target=target)
 
 
 def signs(key: Key, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """-1 or 1 with equal chances, of shape (N, *shape): one random bit each."""
+    """Random signs of shape (N, *shape): -1 or 1 with equal chances, each from one random bit."""
     count = math.prod(shape)
     bits = key.bits(index, (count + 63) // 64)
     places = torch.arange(64, device=index.device)
@@ -45,21 +45,25 @@ def signs(key: Key, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
 class Estimated(Search):
     """Projected ascent along g = 1/(2 q sigma) sum_i [L(x' + sigma u_i) - L(x' - sigma u_i)] u_i, from logits alone.
 
-    L is the margin max_{j != y} z_j - z_y, or z_t - max_{j != t} z_j towards a target; u_i is Gaussian (NES) or of
-    random signs (SPSA). The step is PGD's: x' <- project(x' + eta U_p(g)).
+    L is the margin max_{j != y} z_j - z_y. With a target it is z_t - max_{j != t} z_j. u_i is Gaussian (NES) or has
+    random signs (SPSA). The step is that of PGD: x' <- project(x' + eta U_p(g)).
 
-    Arguments: `pairs` is q, so that a step asks 2 q queries for each sample; `sigma` is how far apart they are;
-    `step_size` None means 2.5 eps / steps, or eps for a single step; `start` is the clean image or a uniform draw.
-    Every point stepped to costs one query more, since only the model's answer there says whether it succeeds: a sample
-    that is robust asks steps (2 q + 1) + 1 queries a restart. A sample stops at its first success.
+    Arguments:
+        pairs: q. A step asks 2 q queries for each sample.
+        sigma: how far the queries of a pair are from x', in units of u_i.
+        step_size: None means 2.5 eps / steps, or eps for a single step.
+        start: "zero" is the clean image, "uniform" a uniform draw from the threat model.
 
-    The queries x' +- sigma u_i may be adversarial themselves, but do not count: most lie outside the ball or the box,
-    and projected first, they would no longer give an unbiased difference. Where the model takes no values outside the
-    box at all, start from images a few sigma inside it.
+    Each point of the search costs one query more: only the model's answer there says whether it succeeds. So a robust
+    sample asks steps (2 q + 1) + 1 queries in a restart. A sample stops at its first success.
 
-    Deviations: some papers print L with the opposite sign beside an ascent step, which would climb towards the true
-    class; this climbs away from it. The papers step with Adam or momentum, this with PGD's step. Directions are drawn
-    anew at every step and for every sample.
+    The queries x' +- sigma u_i may be adversarial, but they never count as a success. Most of them lie outside the ball
+    or the box. If they were projected, the estimate would be biased. If the model takes no values outside the box,
+    start from images that lie a few sigma inside it.
+
+    Deviations: Some papers print L with the opposite sign beside an ascent step, which would climb towards the true
+    class. This attack climbs away from it. The papers step with Adam or momentum; this attack has the step of PGD.
+    Every step and every sample draws new directions.
 
     Ilyas et al. (2018), "Black-box Adversarial Attacks with Limited Queries and Information", section 2.1; Uesato et
     al. (2018), "Adversarial Risk and the Dangers of Evaluating Against Weak Attacks", section 4.
@@ -107,7 +111,8 @@ class Estimated(Search):
     def gradient(self, problem: Problem, points: Tensor, rows: Tensor, key: Key) -> Tensor:
         """The estimate of each sample's gradient at its point.
 
-        Pairs are drawn by their number and added in its order, so how many of them share a forward changes nothing.
+        The number of a pair decides its draw and its place in the sum. So it does not matter how many pairs share a
+        pass.
         """
         total = torch.zeros_like(points)
         chunk = at_once(points, copies=2)
@@ -117,7 +122,7 @@ class Estimated(Search):
             both = torch.stack((points[:, None] + self.sigma * u, points[:, None] - self.sigma * u), dim=2)
             asked = rows.repeat_interleave(2 * count)
             losses = climbed(problem, problem.logits(both.flatten(0, 2), asked), asked).view(len(rows), count, 2)
-            # A pair may leave the box, where a model need not have an answer: such a pair tells nothing.
+            # Outside the box, a model may answer with NaN or infinity. Such a pair counts as zero.
             slopes = (losses[..., 0] - losses[..., 1]).to(u.dtype).nan_to_num(0.0, 0.0, 0.0)
             slopes = slopes / (2 * self.sigma * self.pairs)
             slopes = slopes.view(len(rows), count, *[1] * (points.dim() - 1))
@@ -126,7 +131,7 @@ class Estimated(Search):
         return total
 
     def directions(self, points: Tensor, index: Tensor, pairs: range, key: Key) -> Tensor:
-        """u_i of each sample for the pairs i asked for: (N, pairs, *shape)."""
+        """The directions u_i of each sample for each i in `pairs`, of shape (N, pairs, *shape)."""
         shape, dtype = tuple(points.shape[1:]), points.dtype
         numbers = torch.arange(pairs.start, pairs.stop, device=index.device)
         each = (index[:, None] * self.pairs + numbers).flatten()  # one number for each sample and pair

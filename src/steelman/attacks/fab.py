@@ -1,4 +1,4 @@
-"""FAB: steps along the linearised boundary, drawn towards the clean image."""
+"""FAB: steps onto the linearised boundary, biased towards the clean image."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from steelman.threat import ThreatModel
 class FAB(Search):
     """Biased steps onto the nearest boundary: x' <- (1 - a)(x' + eta d(x')) + a (x + eta d(x)), within the box.
 
-    d(u) is the shortest step from u onto the boundary linearised at x', within the box, and the bias towards the clean
-    image is a = min(||d(x')|| / (||d(x')|| + ||d(x)||), alpha_max). An adversarial x' is kept if it is the nearest so
-    far, and then moved back: x' <- x + beta (x' - x).
+    d(u) is the shortest step, within the box, from u onto the boundary that is linearised at x'. The bias towards the
+    clean image is a = min(||d(x')|| / (||d(x')|| + ||d(x)||), alpha_max). An adversarial x' is kept if it is the
+    nearest so far. It is then moved back towards the image: x' <- x + beta (x' - x).
 
-    Arguments: `steps` for each start and target; of the `restarts` the first starts from the clean image, the others
-    uniformly in a ball of half the radius eps, or, where distances are asked for, of half the nearest distance so far.
-    `targets` None looks at all wrong classes in each step (K - 1 backwards a step); a number runs towards each of so
-    many wrong classes of highest clean logit, one after the other (FAB-T; one backward a step), or with `together` side
-    by side, which is quicker for a few samples. With a target t of the caller there is one boundary, z_t = max over
-    k != t of z_k. `final_search` is the number of secant steps on the line
-    from the clean image to the nearest point.
+    Arguments:
+        steps: the steps for each start and target.
+        restarts: the first starts from the clean image. The others start uniformly in a ball of half the radius eps. If
+            distances are asked for, that is half the nearest distance so far.
+        targets: None looks at all wrong classes in each step, with K - 1 backward passes. A number runs towards that
+            many wrong classes of highest clean logit, one after the other, with one backward pass a step (FAB-T).
+        together: whether these classes are run side by side. This is quicker for a few samples.
+        final_search: the number of secant steps on the line from the clean image to the nearest point.
 
-    The price: one forward for the clean image, two a step, and one a step of the final search. A sample with a point
-    within eps leaves at once, unless distances are asked for.
+    With a target t in the call there is one boundary, z_t = max over k != t of z_k.
+
+    The search takes one forward pass for the clean image, two for each step, and one for each step of the final search.
+    A sample with a point within eps leaves at once, unless distances are asked for.
 
     >>> net = torch.nn.Flatten()  # the pixels are the logits
     >>> x, y = torch.tensor([[[[0.6, 0.5], [0.3, 0.2]]]]), torch.tensor([0])
@@ -81,8 +84,10 @@ class FAB(Search):
             self._runs(problem, runs, before)
 
     def _runs(self, problem: Problem, runs: list[Tensor], before: Tensor) -> None:
-        """Towards each column of rivals in turn, by the samples that are left, and the final search; `before` are the
-        margins of the clean images."""
+        """Run the remaining samples towards each entry of `runs` in turn, then do the final search.
+
+        `before` are the margins of the clean images.
+        """
         edge = before  # the margins of the nearest points
         for place, towards in enumerate(runs):
             for restart in range(self.restarts):
@@ -104,7 +109,10 @@ class FAB(Search):
         return (x + column(radius.to(x.dtype) / 2, x) * drawn).clamp(threat.low, threat.high)
 
     def _run(self, problem: Problem, rows: Tensor, points: Tensor, rivals: Tensor, edge: Tensor) -> Tensor:
-        """All steps on the samples `rows`, each leaving when it has a point within eps; the nearest points' margins."""
+        """Do all steps on the samples `rows`, and return the margins of the nearest points.
+
+        A sample leaves when it has a point within eps.
+        """
         x, edge = problem.x[rows], edge.clone()
         for _ in range(self.steps):
             points = points.detach().requires_grad_(True)
@@ -126,7 +134,7 @@ class FAB(Search):
         return edge
 
     def step(self, points: Tensor, x: Tensor, lead: Tensor, normal: Tensor, threat: ThreatModel) -> Tensor:
-        """The biased step with overshoot, from `points` with the nearest boundary's lead f and normal w."""
+        """Make the biased step with overshoot from `points`. `lead` and `normal`: f and w of the nearest boundary."""
         offset = (normal * (points - x)).flatten(1).sum(dim=1)
         here = step_onto(points, normal, -lead, threat)
         there = step_onto(x, normal, offset - lead, threat)
@@ -137,14 +145,17 @@ class FAB(Search):
         return moved.clamp(threat.low, threat.high)
 
     def _final_search(self, problem: Problem, before: Tensor, beyond: Tensor) -> None:
-        """Secant steps for the crossing on the line from the clean image, margin `before`, to the nearest point."""
+        """Look for a nearer point by secant steps on the line from the clean image to the nearest point.
+
+        `before` are the margins of the clean images, and `beyond` those of the nearest points.
+        """
         rows = (~problem.success & (problem.distance > 0) & problem.distance.isfinite()).nonzero()[:, 0]
         if problem.nearest is None or len(rows) == 0:
             return
         x, before, beyond = problem.x[rows], before[rows], beyond[rows]
         line, low, high = problem.nearest[rows] - x, torch.zeros_like(before), torch.ones_like(before)
         for _ in range(self.final_search):
-            # A hundredth beyond the crossing, which else is missed half the time. Equal margins are a tie: no gain.
+            # 0.99 aims just beyond the boundary: an exact aim would miss it half the time. Equal margins give no step.
             slope = beyond - before
             share = torch.where(slope > 0, beyond / slope, torch.zeros_like(slope))
             at = high - 0.99 * share * (high - low)

@@ -1,4 +1,4 @@
-"""The feature attack: draw an image's features to those of images of other classes."""
+"""The feature attack: it moves an image's features towards those of images of other classes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from steelman.settings import Count, Number, settings
 
 
 class Reader:
-    """A model's logits and features from one forward, and the layer between them: logits = W features + b.
+    """Reads a model's logits and features in one forward pass, and the layer between them: logits = W features + b.
 
-    A model without any linear layer is read as its logits under the identity.
+    Without a linear layer, the logits count as features, and W is the identity.
     """
 
     def __init__(self, problem: Problem, layer: Head | nn.Linear | None, seen: list[Tensor]) -> None:
         self.problem, self.layer, self.seen = problem, layer, seen
 
     def __call__(self, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and features at points of the samples `rows`, one forward each."""
+        """Logits and features at points of the samples `rows`. Each point costs a forward pass."""
         self.seen.clear()
         logits = self.problem.logits(points, rows)
         if self.layer is None:
@@ -44,7 +44,7 @@ class Reader:
         return logits, features.to(logits.dtype)
 
     def weight(self, logits: Tensor) -> Tensor:
-        """W, a row a class, in the type of the logits; without a layer, the identity over their classes."""
+        """W with a row for each class, in the type of the logits. Without a layer, the identity."""
         if self.layer is None:
             return torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
         weight = self.layer.scale * self.layer.direction() if isinstance(self.layer, Head) else self.layer.weight
@@ -53,7 +53,7 @@ class Reader:
 
 @contextlib.contextmanager
 def reading(problem: Problem) -> Iterator[Reader]:
-    """Inside, the problem's model can be read."""
+    """Inside, the yielded reader can read the problem's model."""
     if not any(isinstance(module, Head | nn.Linear) for module in problem.model.modules()):
         yield Reader(problem, None, [])
         return
@@ -64,7 +64,7 @@ def reading(problem: Problem) -> Iterator[Reader]:
 @functools.lru_cache(maxsize=1)
 def training_images(name: str, count: int) -> Tensor:
     """`count` images spread evenly over the dataset's training images."""
-    from steelman.data import load  # an attack needs no data unless it is asked to
+    from steelman.data import load  # here, because most attacks need no data
 
     train = load(name).train
     return train.images(torch.linspace(0, len(train) - 1, min(count, len(train))).long())
@@ -72,19 +72,25 @@ def training_images(name: str, count: int) -> Tensor:
 
 @settings
 class FeatureAttack(Search):
-    """Maximise cos(f(x'), f(g)), f the features that enter the last layer, for each guide image g of another class.
+    """Maximise cos(f(x'), f(g)) for each guide image g of another class. f(x) is what enters the last layer.
 
-    A sample is drawn to its guides in a random order of its own, and is done as soon as one copy of it is misclassified
-    (with a target, classified as that; its guides are then those of the target class).
+    Each sample has its guides in a random order. It leaves as soon as one of its copies is misclassified. With a
+    target, all guides are of the target class, and a copy must be classified as that class.
 
-    Arguments: `steps` for each guide; `step_size` None means eps / 8, the published 1/255 at eps 8/255; `targets` is
-    how many guides a sample is drawn to at most, `copies` how many of them at a time. Give `guides`, images of the
-    samples' kind, or `data`, the name of a dataset whose training images are taken. Without either, a class's weights
-    in the last layer, which are the features it responds to most, are taken for an image of it.
+    Arguments:
+        steps: the steps for each guide.
+        step_size: None means eps / 8, the published 1/255 at eps 8/255.
+        targets: the most guides for a sample.
+        copies: how many guides a sample has at a time. There is a copy of the sample for each of them.
+        guides: images of the same shape as the samples.
+        data: the name of a dataset, whose training images are then the guides.
 
-    Deviations: a guide's class is the model's prediction, not its label, as a guide that is itself taken for the true
-    class leads nowhere; a sample none of whose guides is of another class is drawn to the classes' weights. Reading the
-    guides counts for no sample. A model without a linear layer is attacked through its logits.
+    Without `guides` and `data`, the rows of the last layer's weights are the guides. The row of a class holds the
+    features to which the class responds most.
+
+    Deviations: A guide's class is the model's prediction, not its label. A guide that the model takes for the true
+    class would not help. A sample without a guide of another class gets the classes' weights as guides. The passes that
+    read the guide images are counted for no sample. A model without a linear layer is attacked through its logits.
 
     >>> from steelman.threat import Norm, ThreatModel
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -101,7 +107,7 @@ class FeatureAttack(Search):
     step_size: Annotated[Number, Field(gt=0)] | None = None
     targets: Count = 500
     copies: Count = 10
-    # Beside the settings proper: a tensor can be neither compared nor shown.
+    # Not compared and not shown: a comparison of two tensors gives a tensor, and a text of one is long.
     guides: Tensor | None = dataclasses.field(default=None, repr=False, compare=False)
     data: str | None = None
 
@@ -122,18 +128,18 @@ class FeatureAttack(Search):
                 rows = rows[count[rows] > first]
                 if len(rows) == 0:
                     return
-                # A sample with fewer guides left than copies takes some of its guides twice, from two starts.
+                # A sample with fewer guides left than copies gets some of its guides twice, from different starts.
                 at = torch.arange(first, first + self.copies, device=rows.device) % count[rows, None]
                 self._draw(problem, read, rows, features[order[rows].gather(1, at)], first)
 
     def _guides(self, problem: Problem, read: Reader) -> tuple[Tensor, Tensor, int]:
-        """The guides' features and classes, those of images first, and how many images there are."""
+        """The features and classes of all guides, and the number of guide images. Images come first, then weights."""
         x = problem.x
         images = self.guides if self.data is None else training_images(self.data, self.targets)
         nobody, everybody = x.new_zeros(0, dtype=torch.int64), torch.arange(len(x), device=x.device)
         with torch.no_grad():
             if images is None:
-                # Without a layer to look at, it takes a forward to learn how many classes there are.
+                # Without a layer, only a forward pass tells the number of classes.
                 weight = read.weight(x if read.layer is not None else read(x, everybody)[0])
                 return weight, torch.arange(len(weight), device=x.device), 0
             if images.shape[1:] != x.shape[1:]:
@@ -145,9 +151,9 @@ class FeatureAttack(Search):
         return torch.cat((features, weight)), labels, len(images)
 
     def _order(self, problem: Problem, labels: Tensor, images: int) -> tuple[Tensor, Tensor]:
-        """How many guides each sample has, and their numbers in the order it is drawn to them."""
+        """How many guides each sample has, and the numbers of the guides in the order of their use."""
         wanted = labels != problem.y[:, None] if problem.target is None else labels == problem.target[:, None]
-        # The classes' weights, after the images, are for samples that no image suits.
+        # The classes' weights come after the images. Only a sample without a suitable image uses them.
         suited = wanted[:, :images].any(dim=1)
         wanted[:, images:] &= ~suited[:, None]
         drawn = problem.key.fold("order").uniform(problem.index, (len(labels),), torch.float64)
@@ -155,7 +161,7 @@ class FeatureAttack(Search):
         return wanted.sum(dim=1).clamp_max(self.targets), order
 
     def _draw(self, problem: Problem, read: Reader, rows: Tensor, features: Tensor, first: int) -> None:
-        """All steps for some guides a sample; `features` has a row a sample and a guide, in that order."""
+        """Do all steps for some guides of each sample. `features` has the shape (samples, guides, features)."""
         threat, k, shape = problem.threat, self.copies, problem.x.shape[1:]
         eta = threat.eps / 8 if self.step_size is None else self.step_size
         starts = [
@@ -169,7 +175,7 @@ class FeatureAttack(Search):
             with torch.set_grad_enabled(not last):
                 logits, seen = read(points, every)
                 closeness = F.cosine_similarity(seen, features.flatten(0, 1), dim=1)
-            # Closeness to different guides does not compare; how nearly each copy is misclassified does.
+            # Cosines to different guides cannot be compared. So the margin says which copy is nearest to success.
             target = None if problem.target is None else problem.target[every]
             lead = adversarial_loss("margin", logits.detach(), problem.y[every], target=target)
             best = lead.view(n, k).argmax(dim=1) + k * torch.arange(n, device=rows.device)

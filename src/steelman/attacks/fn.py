@@ -1,4 +1,4 @@
-"""PGD through normalised features: an attack on a plain model by way of the hypersphere."""
+"""PGD on the logits of normalised features, for models whose head does not normalise its features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steelman.settings import Count, Number, SettingsError, settings
 
 
 def normalised(features: Tensor, weight: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """s W z / ||z||_2 + b; with scale None, s is the length ||z||_2 as a constant, so that the logits keep their size.
+    """s W z / ||z||_2 + b. With scale None, s is ||z||_2 as a constant, so the logits keep their size.
 
     >>> normalised(torch.tensor([[3.0, 4.0]]), torch.eye(2), None, 1.0)
     tensor([[0.6000, 0.8000]])
@@ -33,17 +33,21 @@ def normalised(features: Tensor, weight: Tensor, bias: Tensor | None, scale: flo
 
 @settings
 class FNAttack(Search):
-    """PGD on the loss of s W z / ||z||_2, z the features that enter the last layer; success is the model's own.
+    """PGD on the loss of s W z / ||z||_2, where z are the features that enter the last layer.
 
-    The gradient has no part along z: no step is spent on making the features longer or shorter, which changes how sure
-    a plain model is but not what it answers.
+    The model's own logits decide success. The gradient has no part along z, so no step is spent on the
+    length of the features. Without a bias, this length changes a plain model's confidence, but not its answer.
 
-    Arguments: `steps`, `step_size` and `restarts` as in PGD, from a `uniform` or `zero` start; `loss` is any that needs
-    logits and labels alone; `scale` is s: a number, or "length" for the sample's own ||z||_2, held constant; `bias`
-    adds the last layer's bias.
+    Arguments:
+        steps, step_size, restarts: as in PGD.
+        start: "uniform" or "zero".
+        loss: any loss that needs only logits and labels.
+        scale: s. "length" is the sample's own ||z||_2, as a constant.
+        bias: whether the last layer's bias is added.
 
-    Deviations: the paper gives neither s, eta nor eps for its table. A batch's mean length would tie its samples
-    together, so "length" is the sample's own. A model without a linear layer is attacked through its normalised logits.
+    Deviations: The paper gives neither s, eta nor eps for its table. "length" is each sample's own length: a mean over
+    the batch would make samples depend on each other. A model without a linear layer is attacked through its normalised
+    logits.
 
     >>> from torch import nn
     >>> from steelman.threat import ThreatModel
@@ -90,7 +94,7 @@ class FNAttack(Search):
                 climb(problem, partial(self._climbed, problem, read), rows, points, sizes)
 
     def _climbed(self, problem: Problem, read: Reader, points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's logits, and the loss of the normalised ones: one forward gives both."""
+        """The model's logits, and the loss of the normalised ones, from one forward pass."""
         logits, features = read(points, rows)
         bias = read.layer.bias if self.bias and read.layer is not None else None
         scale = None if self.scale == "length" else self.scale

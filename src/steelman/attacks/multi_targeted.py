@@ -19,16 +19,21 @@ from steelman.settings import Count, Number, settings
 
 @settings
 class MultiTargeted(Search):
-    """PGD on z_t - z_y towards each other class t in turn, each from a fresh start, by the samples that are left.
+    """PGD on z_t - z_y towards each other class t in turn, each time from a new start. Broken samples leave.
 
-    Arguments: `targets` None means all K - 1 other classes; a number means that many of them, those of highest clean
-    logit; in both cases the highest comes first. With `candidates`, that many of highest logit are put in the order of
-    their linearised boundaries' distances from the image instead, (z_y - z_t) / ||grad (z_y - z_t)||_q as in DeepFool:
-    a class of low logit may have a steep way up. `steps`, `step_size`, `decay` and `start` are PGD's. With a target
-    class given to the call, only that is attacked. A run takes steps + 1 forwards and steps backwards (two more each
-    from a diversified start), and ranking the classes one clean forward, with candidates another, and a backward each.
+    Arguments:
+        targets: the number of classes: those of highest clean logit, the highest first. None means all K - 1 other
+            classes.
+        candidates: if given, that many classes of highest logit are sorted by the distance of their linearised
+            boundaries from the image. As in DeepFool, the distance is (z_y - z_t) / ||grad (z_y - z_t)||_q. The
+            boundary of a class of low logit may be near.
+        steps, step_size, decay, start: as in PGD.
 
-    Deviation: the paper attacks the classes in a fixed order; the order matters to the cost alone.
+    With a target class in the call, the search runs towards that class alone. A run takes steps + 1 forward passes and
+    `steps` backward passes. A diversified start takes two more of each. To rank the classes takes one clean forward
+    pass. With `candidates`, it takes another one, and a backward pass for each candidate.
+
+    Deviation: The paper attacks the classes in a fixed order. The order changes only the cost.
 
     Gowal et al. (2019), "An Alternative Surrogate Loss for PGD-based Adversarial Testing", Algorithm 1.
 
@@ -61,7 +66,7 @@ class MultiTargeted(Search):
             climb(problem, towards(problem, targets[:, rank]), rows, begin(problem, rows, key, self.start), sizes)
 
     def _targets(self, problem: Problem) -> Tensor:
-        """The classes to climb towards, a column a run."""
+        """The target classes, one column for each run."""
         if problem.target is not None:
             return problem.target[:, None]
         rows = problem.remaining()
@@ -74,7 +79,7 @@ class MultiTargeted(Search):
 
 
 def towards(problem: Problem, target: Tensor) -> Climbed:
-    """What one run climbs: z_t - z_y."""
+    """The function that one run climbs. It gives the logits and z_t - z_y."""
 
     def climbed(points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         logits = problem.logits(points, rows)

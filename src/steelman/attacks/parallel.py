@@ -1,7 +1,7 @@
-"""A search shared out over threads: no sample knows of another, so parts of a batch can be searched side by side.
+"""A search in parts on several threads. Samples do not depend on each other, so parts can run side by side.
 
-On a CPU, threads that each work on a few dozen samples are quicker than threads that work together on each operation
-of a whole batch: nothing waits between operations, and what is computed stays in the caches.
+On a CPU, it is quicker if each thread has its own few dozen samples. If all threads work on each operation of a whole
+batch, they wait between operations, and the data leave the caches.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from steelman.threat import ThreatModel
 if TYPE_CHECKING:
     from steelman.attacks.problem import Problem
 
-MOST, LEAST = 64, 32  # points of a batch in a part: more leave the caches, fewer are not worth a thread
+MOST, LEAST = 64, 32  # points in a part: more leave the caches, fewer are not worth a thread
 
 
 def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies: int = 1) -> None:
-    """Search the problem, in parts on all of torch's threads where model and machine allow it; `copies` is how many
-    points of one sample the search puts into a batch."""
+    """Search the problem in parts on all of torch's threads, if the model and the machine allow it.
+
+    `copies` is how many points of one sample the search puts into one batch.
+    """
     threads, n = torch.get_num_threads(), len(problem.x)
     workers = min(threads, n, n * copies // LEAST)
     models = _copies(problem.model, workers) if workers > 1 and _repeatable(problem) else []
     if not models:
         search(problem)
         return
-    count = min(workers * -(-n * copies // (workers * MOST)), n)  # as many for each: nobody waits for the last
+    count = min(workers * -(-n * copies // (workers * MOST)), n)  # the same number for each worker, so none waits
     parts = torch.arange(n, device=problem.x.device).tensor_split(count)
     own, handed_out, stop = threading.local(), itertools.count(), threading.Event()
 
     def begin() -> None:
-        torch.set_num_threads(max(threads // workers, 1))  # of this thread, where OpenMP counts them
+        torch.set_num_threads(max(threads // workers, 1))  # with OpenMP, this counts for the calling thread alone
         own.model = models[next(handed_out)]
 
     def work(rows: Tensor) -> None:
@@ -57,7 +59,7 @@ def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies:
                 for future in done:
                     future.result()
             except BaseException:
-                stop.set()  # the others end at their next question
+                stop.set()  # the other threads stop at their next forward pass
                 for future in futures:
                     future.cancel()
                 raise
@@ -66,12 +68,14 @@ def search_in_parts(search: Callable[[Problem], None], problem: Problem, copies:
 
 
 class StoppedError(Exception):
-    """Raised in a thread whose search is no longer wanted."""
+    """Raised in a thread to end its search, after an error in another thread."""
 
 
 def _tied(module: nn.Module) -> bool:
-    """Whether a module holds a hook or a function, which stays the original's own in a copy. Functions of torch keep no
-    notes."""
+    """Whether a module holds a hook or a function. A copy of the module would hold the same one.
+
+    Functions of torch are allowed, because they keep no state.
+    """
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name, None) for name in hooks):
         return True
@@ -80,7 +84,7 @@ def _tied(module: nn.Module) -> bool:
 
 
 def _repeatable(problem: Problem) -> bool:
-    """Whether the model answers without drawing random numbers, whose order threads would decide."""
+    """Whether a model on the CPU draws no random numbers. With threads, their order would be left to chance."""
     if problem.x.device.type != "cpu":
         return False
     before = torch.get_rng_state()
@@ -94,12 +98,15 @@ def _grey(x: Tensor, threat: ThreatModel) -> Tensor:
 
 
 def _copies(model: nn.Module, count: int) -> list[nn.Module]:
-    """Copies that share the weights and nothing else, for a model may keep notes while it computes; none, if it cannot
-    be copied, or if a copy would still write into the original."""
+    """Copies of a model that share its weights and nothing else, or none if that is impossible.
+
+    A model may keep state during a forward pass, so threads cannot share it. Some models cannot be copied. A copy of a
+    model with hooks could still change the original.
+    """
     if any(_tied(module) for module in model.modules()):
         return []
     shared = {id(parameter): parameter for parameter in model.parameters()}
     try:
         return [copy.deepcopy(model, dict(shared)) for _ in range(count)]
-    except Exception:  # whatever a model has against it, it is attacked as it is
+    except Exception:  # copying may raise any error; the model is then used as it is
         return []

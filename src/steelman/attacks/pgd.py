@@ -21,17 +21,17 @@ from steelman.rng import Key
 from steelman.settings import Count, Number, SettingsError, settings
 from steelman.threat import ThreatModel
 
-# The spread of the Gaussian start of the published TRADES code.
+# The standard deviation of the Gaussian start, from the published code of TRADES.
 GAUSSIAN_START = 1e-3
 
 Start = Literal["uniform", "ball", "gaussian", "zero", "diversified"]
 
-# What an attack climbs: the model's logits at points of the samples `rows`, and the loss of each.
+# A function that an attack climbs: from points and the `rows` of their samples to logits and losses.
 Climbed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def ascend(x_adv: Tensor, gradient: Tensor, x: Tensor, threat: ThreatModel, step_size: float) -> Tensor:
-    """x' <- project(x' + step_size * U_p(gradient)): the one gradient step of the repository."""
+    """Make one gradient step: x' <- project(x' + step_size * U_p(gradient))."""
     return threat.project(x_adv + threat.steepest(gradient, x_adv, step_size), x)
 
 
@@ -45,13 +45,14 @@ def climb(
     momentum: float = 0.0,
     keep: Literal["best", "last"] | None = "best",
 ) -> Tensor:
-    """x' <- project(x' + eta U_p(g)) from the given points of the samples `rows`, one step for each eta of `sizes`.
+    """Climb from `points` of the samples `rows`: x' <- project(x' + eta U_p(g)), one step for each eta of `sizes`.
 
-    g is the gradient; with momentum mu, g <- mu g + gradient / mean|gradient|. One forward and one backward a step.
+    Without momentum, g is the gradient. With momentum mu, g <- mu g + gradient / mean|gradient|. A step takes one
+    forward and one backward pass.
 
-    With `keep` "best" the problem judges every point, by the logits that also give the gradient, and a broken sample
-    leaves the loop. With "last" it judges the last points alone, with None no point. Gives the last points of the
-    samples still in the loop.
+    With `keep` "best", the problem judges every point by the logits that also give the gradient. A broken sample leaves
+    the loop. With "last", the problem judges the last points alone. With None, it judges no point. Return the last
+    points of the samples that are still in the loop.
     """
     g = torch.zeros_like(points)
     for eta in sizes:
@@ -80,7 +81,9 @@ def mean_size(gradient: Tensor) -> Tensor:
 
 
 def step_sizes(threat: ThreatModel, steps: int, size: float | None = None, decay: float = 1.0) -> list[float]:
-    """The size of each step: `size`, or 2.5 eps / steps, or eps for a single step. It shrinks to `decay` of that.
+    """The size of each step: `size`, or 2.5 eps / steps, or eps for a single step.
+
+    A cosine takes it from there down to the share `decay` of it.
 
     >>> step_sizes(ThreatModel(eps=0.1), 1), step_sizes(ThreatModel(eps=0.1), 3, 8.0, decay=0.5)
     ([0.1], [8.0, 6.0, 4.0])
@@ -125,17 +128,22 @@ def diversified(problem: Problem, rows: Tensor, points: Tensor, key: Key, steps:
 class PGD(Search):
     """Projected gradient ascent on a loss, with momentum and restarts: x' <- project(x' + eta U_p(g)).
 
-    With momentum mu, g <- mu g + grad / mean|grad| (MIM); without, g = grad.
+    Without momentum, g is the gradient. With momentum mu, g <- mu g + grad / mean|grad| (MIM).
 
-    Arguments: `step_size` None means 2.5 eps / steps, or eps for a single step; `decay` is the last step's size as a
-    share of the first's, with a cosine in between; `start` is uniform in the threat model, uniform in its ball (outside
-    the box until the first step, as FastAT trains), a small Gaussian, zero, or diversified (two steps from a uniform
-    draw along a random direction of the logits); `keep` "best" returns each sample's first success, or else its point
-    of highest loss, and drops broken samples from the loop, while "last" returns the last point, as a training attack
-    wants it; `mode` is the mode the model is attacked in (its batch-norm statistics never move); `together` takes all
-    restarts side by side, which is quicker for a few samples, and the same for robust ones. `head_scale` False
-    divides logits by the head's scale before the loss, as the published evaluation of hypersphere embedding did, and is
-    a weaker attack for it; `head_margin` True climbs the training loss, margin included: the adaptive attack.
+    Arguments:
+        step_size: None means 2.5 eps / steps, or eps for a single step.
+        decay: the size of the last step, as a share of the first. In between, the size follows a cosine.
+        start: "uniform" in the threat model. "ball": uniform in the ball, and so perhaps outside the box until the
+            first step, as FastAT trains. "gaussian": a small Gaussian. "zero": the clean image. "diversified": a
+            uniform draw, moved twice along a random direction of the logits.
+        keep: "best" returns each sample's first success, or else its point of highest loss. Broken samples leave the
+            loop. "last" returns the last point, which a training needs.
+        mode: the mode of the model during the attack. Batch-norm statistics never move.
+        together: whether all restarts run side by side. This is quicker for a few samples. The result for robust
+            samples is the same.
+        head_scale: False divides the logits by the head's scale before the loss, as the published evaluation of
+            hypersphere embedding did. That makes the attack weaker.
+        head_margin: True climbs the training loss, with the margin. This is the adaptive attack.
 
     Madry et al. (2018), Eq. (2); Dong et al. (2018), "Boosting Adversarial Attacks with Momentum", Eq. (6).
 
@@ -188,7 +196,7 @@ class PGD(Search):
         return self.restarts if self.together else 1
 
     def at(self, ratio: float) -> PGD:
-        """The attack for a radius `ratio` times the one its step size was made for."""
+        """The attack for a radius that is `ratio` times as large: a given step size is multiplied by `ratio`."""
         if self.step_size is None or ratio == 1:
             return self
         return dataclasses.replace(self, step_size=self.step_size * ratio)
@@ -208,7 +216,7 @@ class PGD(Search):
             return self.run(model, x, y, threat, index=index, key=key, target=target).x_adv
         if len(x) == 0 or threat.eps == 0:
             return x.detach().clone()
-        # A training attack: nobody asks whether it succeeds, so nothing but the climb is done.
+        # A training attack needs only the last points. Judging them would cost another forward pass.
         with untouched(model, self.mode), torch.enable_grad():
             return self._last(Problem(model, x, y, threat, index=index, key=key, target=target))
 
@@ -227,7 +235,7 @@ class PGD(Search):
             problem.gather(copies, rows)
 
     def _last(self, problem: Problem) -> Tensor:
-        """The last point of each sample. Nobody asks whether it succeeds."""
+        """The last point of each sample. It is not judged."""
         return self._climb(problem, _Climbed(self, problem), self._begin(problem, problem.remaining(), 0), None)
 
     def _climb(
@@ -243,7 +251,7 @@ class PGD(Search):
 
 
 class _Climbed:
-    """The loss that one call climbs, with the head's scale and margin as the attack wants them."""
+    """The loss that one call climbs, with the attack's settings for the head's scale and margin."""
 
     def __init__(self, attack: PGD, problem: Problem) -> None:
         self.attack, self.problem = attack, problem
@@ -255,11 +263,11 @@ class _Climbed:
             with torch.no_grad():
                 clean = problem.logits(problem.x, rows)
             self.reference = clean
-            if needs == "target":  # towards the runner-up class
+            if needs == "target":  # the wrong class of highest logit
                 self.target = clean.scatter(1, problem.y[:, None], float("-inf")).argmax(dim=1)
 
     def of(self, copies: Problem, rows: Tensor) -> _Climbed:
-        """The same for a problem made of the samples `rows` of this one."""
+        """The same loss for the problem `copies`, which is made of the samples `rows` of this one."""
         climbed = copy.copy(self)
         climbed.problem = copies
         climbed.target = None if self.target is None else self.target[rows]
@@ -267,7 +275,7 @@ class _Climbed:
         return climbed
 
     def head_that_matters(self) -> Head | None:
-        """The head whose scale or margin the attack sees otherwise than the model shows it, if there is one."""
+        """The head whose scale the loss removes or whose margin it adds, or None."""
         heads = [
             head
             for head in heads_of(self.problem.model)
@@ -288,7 +296,7 @@ class _Climbed:
         return logits, adversarial_loss(self.attack.loss, seen, y, target=target, reference=reference)
 
     def seen(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Logits as the loss sees them."""
+        """The logits that enter the loss: with the head's margin, or without its scale, as the settings say."""
         if self.head is None:
             return logits
         if self.attack.head_margin:

@@ -1,4 +1,4 @@
-"""What an attack works on: its samples, what each has cost so far, and the best point found for each."""
+"""The problem that an attack works on: its samples, their passes so far, and the best point found for each."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ Precision = Literal["full", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What an attack found, a row a sample.
+    """What an attack found. Each tensor has a row for each sample.
 
-    `x_adv` lies in the threat model; `success` says whether the attack saw it misclassified (or, with a target,
-    classified as that). A minimum-norm attack also gives `nearest`, its nearest adversarial point wherever that lies,
-    and `distance`, how far it is (infinity where it found none, and then `nearest` is the clean image). `forwards` and
-    `backwards` count the passes each sample took through the model; those that set up the search, on a grey image, are
-    no sample's.
+    `x_adv`: a point in the threat model.
+    `success`: whether the attack saw it misclassified or, with a target, classified as that target.
+    `forwards`, `backwards`: the passes of each sample. The passes that set up a search, on test images, belong to no
+    sample.
+    `nearest`: the nearest adversarial point of a minimum-norm attack, wherever it lies. It is the clean image if none
+    was found.
+    `distance`: how far `nearest` is, or infinity if none was found. Other attacks have None for both.
     """
 
     x_adv: Tensor
@@ -41,8 +43,8 @@ class Found:
 class Problem:
     """One call of an attack: its samples, what each has cost so far, and the best point found for each.
 
-    `rows` are always places in this problem's samples, as an int64 tensor. Broken samples are not in ``remaining()``; a
-    search that drops them does no work for them.
+    `rows` is always an int64 tensor of places in this problem's samples. ``remaining()`` leaves out broken samples, so
+    that a search does no work for them.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Problem:
         self.distance = torch.full((n,), float("inf"), dtype=torch.float64, device=device)
 
     def part(self, rows: Tensor, model: nn.Module, stop: threading.Event | None) -> Problem:
-        """The problem of the samples `rows` alone, for one thread, with its own copy of the model; a row may come
-        several times."""
+        """The problem of the samples `rows` alone, for one thread, with its own copy of the model.
+
+        A row may come several times.
+        """
         part = Problem(
             model,
             self.x[rows],
@@ -93,20 +97,20 @@ class Problem:
         return part
 
     def take(self, part: Problem, rows: Tensor) -> None:
-        """Take over what a part found for its samples, which are `rows` here."""
+        """Take over what a part found. `rows` are the places of the part's samples in this problem."""
         for name in ("forwards", "backwards", "best", "value", "success", "distance"):
             getattr(self, name)[rows] = getattr(part, name)
         if self.nearest is not None and part.nearest is not None:
             self.nearest[rows] = part.nearest
 
     def spread(self, rows: Tensor, copies: int) -> Problem:
-        """A problem that has the samples `rows` `copies` times over, such as once for each target."""
+        """A problem with several copies of the samples `rows`, such as one for each target."""
         part = self.part(rows.repeat(copies), self.model, self.stop)
         part.checked = self.checked
         return part
 
     def gather(self, part: Problem, rows: Tensor) -> None:
-        """Take over, for each of `rows`, the best of what its copies in a ``spread`` found; all of them cost."""
+        """Take over the best result of the copies of each of `rows` in a ``spread``. The passes of all copies count."""
         copies, n = len(part.x) // max(len(rows), 1), len(rows)
         for mine, theirs in ((self.forwards, part.forwards), (self.backwards, part.backwards)):
             mine[rows] += theirs.view(copies, n).sum(dim=0)
@@ -125,11 +129,14 @@ class Problem:
         self.success[rows] |= part.success[chosen]
 
     def remaining(self) -> Tensor:
-        """The rows still to be attacked."""
+        """The rows of samples that are neither broken nor at distance 0."""
         return (~self.success & (self.distance > 0)).nonzero()[:, 0]
 
     def logits(self, points: Tensor, rows: Tensor) -> Tensor:
-        """The model's logits at points of the samples `rows`, one forward each; a row may come several times."""
+        """The model's logits at points of the samples `rows`. Each point costs a forward pass.
+
+        A row may come several times.
+        """
         if self.stop is not None and self.stop.is_set():
             raise StoppedError
         self._count(self.forwards, rows)
@@ -144,16 +151,19 @@ class Problem:
         return logits
 
     def gradient(self, losses: Tensor, points: Tensor, rows: Tensor, *, retain: bool = False) -> Tensor:
-        """Each sample's gradient of its loss at its point, one backward each; with `retain`, more may follow."""
+        """The gradient of each sample's loss at its point. Each costs a backward pass.
+
+        With `retain`, the graph is kept for another gradient.
+        """
         self._count(self.backwards, rows)
         return input_gradient(losses, points, retain=retain)
 
     def adversarial(self, logits: Tensor, points: Tensor, rows: Tensor) -> Tensor:
         """Whether each point is adversarial: the model's answer is what the attack looks for.
 
-        A tie is not enough. The answer leads by more than sums differ by in another batch or layout: who checks it may
-        find a tie right. After a search in reduced precision, full precision has to agree. A point that is not finite,
-        or an answer that is not a number, is never adversarial.
+        A tie is not enough. The answer must lead by more than rounding, which differs in another batch or layout.
+        Otherwise a later check could find the true class there. After a search in reduced precision, the model must
+        give the same answer in full precision. A point that is not finite, or an answer with NaN, is never adversarial.
         """
         adversarial = self._wanted(logits, rows)
         if adversarial.any():
@@ -169,9 +179,9 @@ class Problem:
         return adversarial
 
     def keep(self, points: Tensor, logits: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        """Keep each point that succeeds, or that has the highest value so far; whether each sample is broken now.
+        """Keep each sample's first success, or else its point of highest value. Return whether each is broken now.
 
-        No row may come twice. The points lie in the threat model.
+        No row may come twice. The points must lie in the threat model.
         """
         broken = self.adversarial(logits, points, rows)
         values = values.detach().to(self.value.dtype)
@@ -183,10 +193,10 @@ class Problem:
         return self.success[rows]
 
     def keep_nearest(self, points: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
-        """Keep each adversarial point that is its sample's nearest so far; whether each is adversarial.
+        """Keep each adversarial point that is its sample's nearest so far. Return whether each point is adversarial.
 
-        No row may come twice. The points lie in the box. A sample whose point lies in the threat model is broken,
-        unless the caller wants distances: then none leaves.
+        No row may come twice. The points must lie in the box. A sample with a point in the threat model is broken, and
+        leaves. If the caller asks for distances, no sample leaves.
         """
         adversarial = self.adversarial(logits, points, rows)
         if self.nearest is None:
@@ -202,7 +212,7 @@ class Problem:
         return adversarial
 
     def found(self) -> Found:
-        """The answer."""
+        """What the attack found."""
         if self.nearest is None:
             return Found(self.best, self.success, self.forwards, self.backwards)
         inside = torch.isfinite(self.distance) & self.threat.contains(self.nearest, self.x)
@@ -217,15 +227,17 @@ class Problem:
         return wanted & ~logits.isnan().any(dim=1)
 
     def _clear(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Whether the wanted class leads by more than rounding, and by twice what an evaluation asks for: a point found
-        in one layout has to be one in another."""
+        """Whether the wanted class leads by more than rounding.
+
+        The limit is twice that of an evaluation, so that a point found in one layout is adversarial in another one too.
+        """
         logits = logits.detach()
         label = (self.y if self.target is None else self.target)[rows][:, None]
         lead = (logits.gather(1, label) - logits.scatter(1, label, float("-inf")).amax(dim=1, keepdim=True))[:, 0]
         return lead.abs() > 32 * torch.finfo(logits.dtype).eps * magnitude(logits)
 
     def _check(self, logits: Tensor, count: int) -> None:
-        """Refuse, at the first answer, a model or labels that nothing can be said of."""
+        """Refuse wrong labels, and a model with wrong logits, at the first answer."""
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != count:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(f"expected logits of shape ({count}, classes) for {count} images, got {shape}")

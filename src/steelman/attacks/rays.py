@@ -1,4 +1,4 @@
-"""RayS: how far the decision boundary is along rays to the corners, from predicted labels only; and its metric ADBD."""
+"""RayS: the distance to the boundary along rays to the corners, from predicted labels only. Also its metric ADBD."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from steelman.threat import Norm
 class RayS(Search):
     """min over s in {-1, 1}^d of the radius r at which x + r s is misclassified, by flipping ever smaller blocks of s.
 
-    A flip is tried at the best radius so far; only if it is adversarial there is the new radius bisected.
+    Each flip is first tried at the best radius so far. If it is adversarial there, a bisection finds its own radius.
 
-    Arguments: `queries` is what each sample may ask, the clean image included; `tolerance` ends a bisection, on the
-    l2 length of the ray as in the published code: tolerance / sqrt(d) a pixel.
+    Arguments:
+        queries: the most queries for each sample, the clean image included.
+        tolerance: where a bisection ends. It is measured on the l2 length of the ray, as in the published code:
+            tolerance / sqrt(d) for a pixel.
 
-    Each sample follows its own blocks and bisections, one query a step. A sample stops early after a pass over all
-    single pixels has gained nothing, since a further pass would ask the same questions. The clean image is asked
-    first: what is misclassified already is at distance 0.
+    Each sample follows its own blocks and bisections, with one query a step. A sample stops early after a round over
+    all single pixels without a gain: another round would ask the same questions. The first query is the clean image. A
+    sample that is misclassified without an attack has distance 0.
 
     Chen and Gu (2020), "RayS: A Ray Searching Method for Hard-label Adversarial Attack", Algorithms 1 to 3.
 
@@ -58,14 +60,14 @@ class RayS(Search):
                 adversarial = problem.keep_nearest(points, problem.logits(points, rays.rows), rays.rows)
                 if step > 0:
                     rays.learn(adversarial, narrow)
-                # A sample leaves within eps, or at distance 0, or when its rays have no more to tell.
+                # A sample leaves with a point within eps, at distance 0, or after a round without a gain.
                 stay = ~problem.success[rays.rows] & (problem.distance[rays.rows] > 0) & (rays.idle < rays.pixels)
                 if not stay.all():
                     rays.keep(stay)
 
 
 class _Rays:
-    """Each sample's best ray, the block of it that is being flipped, and the bisection under way."""
+    """The best ray of each sample, the block of it that is flipped now, and the state of its bisection."""
 
     def __init__(self, problem: Problem, rows: Tensor) -> None:
         x = problem.x[rows]
@@ -75,15 +77,15 @@ class _Rays:
         self.places = torch.arange(self.pixels, device=x.device)
         self.sign = self.tried = torch.ones_like(self.x)
         n, width = len(rows), self.threat.high - self.threat.low
-        self.radius = x.new_full((n,), width)  # from here on, every ray ends in a corner of the box
+        self.radius = x.new_full((n,), width)  # at this radius, every ray has reached a corner of the box
         self.found = torch.zeros(n, dtype=torch.bool, device=x.device)
         self.lower, self.upper, self.bisecting = torch.zeros_like(self.radius), self.radius.clone(), self.found.clone()
-        # The first block is empty: the ray of ones is asked about too.
+        # The first block is empty. Without it, no query would ask about the ray of ones.
         self.size, self.first = torch.zeros_like(rows), torch.zeros_like(rows)
         self.blocks, self.idle = torch.ones_like(rows), torch.zeros_like(rows)
 
     def points(self) -> Tensor:
-        """Where each best ray with its block flipped is asked about now, in the box."""
+        """The next query of each sample, in the box: a point of its best ray, with the block flipped."""
         inside = (self.places >= self.first[:, None]) & (self.places < (self.first + self.size)[:, None])
         self.tried = torch.where(inside, -self.sign, self.sign)
         at = torch.where(self.bisecting, (self.lower + self.upper) / 2, self.radius)
@@ -91,9 +93,9 @@ class _Rays:
         return points.clamp_(self.threat.low, self.threat.high).view(-1, *self.shape)
 
     def learn(self, adversarial: Tensor, narrow: float) -> None:
-        """Go on from the answers: narrow the bisections, begin those of good flips, and end the others."""
+        """Use the answers: narrow the bisections, begin those of adversarial flips, and end the other flips."""
         halving, middle = self.bisecting, (self.lower + self.upper) / 2
-        spent = (middle <= self.lower) | (middle >= self.upper)  # no number is left between the two
+        spent = (middle <= self.lower) | (middle >= self.upper)  # no float is left between the two
         self.upper = torch.where(halving, torch.where(adversarial, middle, self.upper), self.radius)
         self.lower = torch.where(halving & ~adversarial, middle, self.lower)
         done = halving & ((self.upper - self.lower <= narrow) | spent)
@@ -105,12 +107,12 @@ class _Rays:
         ended = done | (~halving & ~adversarial)
         self.bisecting = (halving | adversarial) & ~done
         self.lower = torch.where(self.bisecting, self.lower, 0)
-        # A flip of a single pixel that gains nothing is one more of a pass that may turn out idle.
+        # Count the flips of single pixels without a gain. After one for each pixel, the sample leaves.
         self.idle = torch.where(gained, 0, self.idle + (ended & (self.size == 1)))
         self._next(ended)
 
     def _next(self, ended: Tensor) -> None:
-        """The next block of each ray whose flip has ended; after the last, blocks of half the size."""
+        """Give each ray whose flip has ended its next block. After the last block, blocks have half the size."""
         first = self.first + self.size
         over = ended & (first >= self.pixels)
         self.first = torch.where(over, 0, torch.where(ended, first, self.first))
@@ -118,7 +120,7 @@ class _Rays:
         self.size = torch.where(ended, (self.pixels + self.blocks - 1) // self.blocks, self.size)
 
     def keep(self, stay: Tensor) -> None:
-        """Forget the samples that leave."""
+        """Keep only the samples in `stay`."""
         for name in ("rows", "x", "sign", "radius", "found", "lower", "upper", "bisecting", "size", "first"):
             setattr(self, name, getattr(self, name)[stay])
         self.blocks, self.idle = self.blocks[stay], self.idle[stay]
@@ -127,9 +129,9 @@ class _Rays:
 def adbd(found: Found, *, width: float = 1.0) -> float:
     """Average decision boundary distance: the mean over all samples of the distance found.
 
-    What is misclassified already counts as 0; what was never reached counts as `width`, the width of the valid range,
-    which no distance exceeds. The answer of ``run(..., distances=True)`` is needed: without it, a sample stops at the
-    first point within eps.
+    A sample that is misclassified without an attack counts as 0. A sample without an adversarial point counts as
+    `width`, the width of the valid range: no distance is larger. `found` must come from ``run(..., distances=True)``.
+    Otherwise a sample stops at its first point within eps.
 
     Chen and Gu (2020), section 5.
     """

@@ -1,4 +1,4 @@
-"""Square attack: random search with squares, which asks the model for logits only."""
+"""Square attack: random search with squares. It asks the model for logits only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from steelman.rng import Key
 from steelman.settings import Count, Number, settings
 from steelman.threat import Norm, ThreatModel
 
-# After how many of 10,000 squares the share p of the image that one covers is halved (section 3.2 of the paper).
+# A square covers the share p of the image. p is halved after these numbers of 10,000 squares (section 3.2).
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
-CHUNK = 64  # steps whose noise is drawn at once: few calls, little memory
-PACE, SLACK = 4, 5.0  # chunks over which a sample's pace is taken, and how much quicker it may yet become
-EARLY = 32  # steps after which a search looks one square further ahead: the later, the fewer help
+CHUNK = 64  # steps whose noise is drawn at once: more take memory, fewer take more calls
+PACE, SLACK = 4, 5.0  # chunks from one look at a sample's pace to the next, and how many times quicker it may become
+EARLY = 32  # a search looks one square further ahead after each 32 steps: late squares seldom help
 Shape = tuple[int, int, int]
 
 
@@ -32,20 +32,25 @@ Shape = tuple[int, int, int]
 class Square(Search):
     """Random search: x' <- x' with a square moved to a random corner of the ball, kept if max_k!=y z_k - z_y grows.
 
-    Arguments: `queries` is what a restart may ask for each sample, the start included; `p` the share of the image that
-    the first squares cover, halved as the search goes on; `rescale` stretches that schedule from 10,000 queries to
-    `queries`, as the paper has it, while AutoAttack (the default here) does not; `whole` lets an l2 bump take the whole
-    radius before the rest is scaled down, as ART in effect does, where the paper gives it what its windows had: with
-    few queries it can break more; `ahead` asks about up to so many squares at once, each as if those before it had
-    been refused, and those after the first that helps once more: the same search in fewer and larger batches, quicker
-    for a few samples at the price of more queries; `resign` lets a sample go that even at 5 times the pace of its last
-    256 queries would not be broken by the end. Towards a target the loss is the target's cross-entropy, as in
-    AutoAttack, and nobody resigns.
+    Arguments:
+        queries: the most queries for each sample in a restart, the start included.
+        p: the share of the image that the first squares cover. It is halved as the search goes on.
+        rescale: True stretches the schedule of p from 10,000 queries to `queries`, as in the paper. AutoAttack does
+            not.
+        whole: True lets an l2 bump take the whole radius before the rest is scaled down. ART does so in effect. In the
+            paper, a bump takes what its windows had. With few queries, True can break more samples.
+        ahead: how many squares are asked about at once, each as if those before it had been refused. The squares after
+            the first that helps are asked about again. It is the same search in fewer and larger batches. It is quicker
+            for a few samples, and costs more queries.
+        resign: True lets a sample leave that would not be broken by the end, even at 5 times the pace of its last 256
+            queries.
 
-    Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code
-    and unlike AutoAttack, where with one channel and small squares half of the queries ask what is known. Squares reach
-    the last row and column, as the paper says and neither code does. The l2 windows share out the norm channel by
-    channel (Algorithm 3), where AutoAttack does so over all channels at once.
+    Towards a target, the loss is the cross-entropy of the target, as in AutoAttack, and `resign` has no effect.
+
+    Each sample has its own squares. A linf square that would change nothing is drawn once more, as in the paper's code.
+    AutoAttack does not do so. With one channel and small squares, half of its queries then ask what is known. Squares
+    reach the last row and column, as in the paper; neither code does so. The l2 windows share out the norm in each
+    channel (Algorithm 3). AutoAttack shares it out over all channels at once.
 
     Andriushchenko et al. (2020), "Square Attack: a query-efficient black-box adversarial attack via random search",
     Algorithms 1 to 3.
@@ -87,9 +92,9 @@ class Square(Search):
 
 
 def squares(problem: Problem, rows: Tensor, start: Tensor, key: Key, how: Square) -> None:
-    """The random search for the samples `rows`, from any points `start` of the threat model.
+    """Do the random search for the samples `rows`, from any points `start` of the threat model.
 
-    A sample leaves at its first success. What a sample does depends on its own noise and its own loss alone.
+    A sample leaves at its first success. A sample's search depends on its own noise and its own loss alone.
     """
     size, threat, queries = tuple(problem.x.shape[1:]), problem.threat, how.queries
     shape, (side, move) = image_shape(size), MOVES["l2, whole" if how.whole and threat.norm == "l2" else threat.norm]
@@ -122,14 +127,17 @@ def squares(problem: Problem, rows: Tensor, start: Tensor, key: Key, how: Square
 
 
 def _alike(sides: list[int], at: int, most: int) -> int:
-    """How many squares from number `at` on have one size, up to `most`."""
+    """How many squares from number `at` on have the same size, up to `most`."""
     return next((count for count in range(1, most) if sides[at + count : at + count + 1] != [sides[at]]), most)
 
 
 @dataclasses.dataclass
 class _Walk:
-    """The samples still searched for: their places in the problem, images, best points, how high those are, and how
-    high they were when it was last looked at."""
+    """The samples that are still in the search.
+
+    `rows` are their places in the problem, `x` their images, and `best` their best points. `value` is the loss at the
+    best point. `earlier` is what it was at the last call of ``hopeful``.
+    """
 
     problem: Problem
     rows: Tensor
@@ -142,19 +150,25 @@ class _Walk:
         return _Walk(self.problem, *(part[stay] for part in (self.rows, self.x, self.best, self.value, self.earlier)))
 
     def hopeful(self, times: float) -> Tensor:
-        """Which samples may be broken by the end: if, `times` more, they gain SLACK times what they gained since the
-        last look."""
+        """Whether each sample may still be broken by the end.
+
+        The rest of the search is `times` as long as the time since the last call. It may gain SLACK times as fast.
+        """
         gain, self.earlier = self.value - self.earlier, self.value.clone()
         return self.value + SLACK * gain * times > 0
 
     def go(self, propose: Callable[..., Tensor], draws: _Draws, ahead: int) -> None:
-        """The next squares of each sample, `ahead` of them asked about at once, as if none but the last could help."""
+        """Ask about the next squares of each sample, up to `ahead` at once.
+
+        Each is asked about as if those before it had been refused. The squares after one that helps are asked about
+        again.
+        """
         count = len(draws.corner)
         if count == 1:
             self.ask(propose(self.best, self.x, draws=_Draws(*(drawn[0] for drawn in draws))))
             return
         squares = torch.arange(count, device=self.rows.device)
-        past = torch.zeros_like(self.rows)[:, None]  # how many of them a sample has behind it
+        past = torch.zeros_like(self.rows)[:, None]  # how many of them are done, for each sample
         while True:
             who, which = ((past <= squares) & (squares < past + ahead)).nonzero(as_tuple=True)
             if len(who) == 0:
@@ -167,14 +181,17 @@ class _Walk:
                 past[self.problem.success[self.rows]] = count
 
     def ask(self, candidate: Tensor, who: Tensor | None = None) -> Tensor:
-        """Keep the candidates that help, of several for one sample the first; their places."""
+        """Ask about the candidates, and keep those that help. Return their places.
+
+        If several for one sample help, only the first is kept.
+        """
         problem, rows = self.problem, self.rows if who is None else self.rows[who]
         size = problem.x.shape[1:]
         with torch.no_grad():
             logits = problem.logits(candidate.view(-1, *size), rows)
             losses = climbed(problem, logits, rows)
         value = self.value if who is None else self.value[who]
-        # Most squares change nothing for the better, and those need no keeping.
+        # Most squares do not help, and are not given to the problem.
         helped = (_may_break(problem, logits, rows) | (losses > value)).nonzero()[:, 0]
         if who is not None and len(helped):
             fresh = torch.ones_like(helped, dtype=torch.bool)
@@ -188,14 +205,14 @@ class _Walk:
 
 
 def climbed(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
-    """max over k != y of z_k - z_y; towards a target, minus its cross-entropy."""
+    """max over k != y of z_k - z_y. Towards a target: minus its cross-entropy."""
     if problem.target is None:
         return adversarial_loss("margin", logits, problem.y[rows])
     return adversarial_loss("cross-entropy", logits, problem.y[rows], target=problem.target[rows])
 
 
 def _may_break(problem: Problem, logits: Tensor, rows: Tensor) -> Tensor:
-    """Whether each sample may be broken; the problem decides."""
+    """Whether each sample may be broken, by the class of its highest logit. The problem makes the final decision."""
     top = logits.argmax(dim=1)
     return top != problem.y[rows] if problem.target is None else top == problem.target[rows]
 
@@ -210,7 +227,7 @@ def share(step: int, p: float, queries: int) -> float:
 
 
 def image_shape(size: tuple[int, ...]) -> Shape:
-    """Channels, height and width; a vector is an image of one row."""
+    """Channels, height and width. A vector counts as an image of one row."""
     if not 1 <= len(size) <= 3:
         raise UserError(f"Square draws squares on images of shape (channels, height, width), got {size}")
     channels, height, width = (*[1] * (3 - len(size)), *size)
@@ -238,7 +255,7 @@ def bumps(x: Tensor, threat: ThreatModel, index: Tensor, key: Key) -> Tensor:
 
 
 def bump(s: int, like: Tensor) -> Tensor:
-    """The s by s pattern of the l2 attack: a peak over a trough, of norm 1; with the type and device of `like`."""
+    """The s by s pattern of the l2 attack: a peak over a trough, of norm 1, with the type and device of `like`."""
     return _bump(s, like.dtype, like.device)
 
 
@@ -259,7 +276,7 @@ def _peak(height: int, width: int) -> Tensor:
 
 
 class _Draws(NamedTuple):
-    """What chance decides: a row a sample, and in front of it, for a chunk of steps, a row a step."""
+    """The random numbers of squares: a row for each sample. For a chunk of steps, the first dimension is the step."""
 
     corner: Tensor
     other: Tensor
@@ -269,7 +286,10 @@ class _Draws(NamedTuple):
 
 
 def _draw(key: Key, index: Tensor, sides: list[int], shape: Shape, dtype: torch.dtype) -> _Draws:
-    """The next steps' corners of squares of these sides, from all that fit, and signs, the second unlike the first."""
+    """Draw the corners and the signs of the next steps' squares, whose sides are `sides`.
+
+    Corners come from all places where the square fits. The second signs differ from the first in at least one channel.
+    """
     channels, height, width = shape
     u = key.uniform(index, (len(sides), 5 + 2 * channels), torch.float64).transpose(0, 1)
     s = torch.tensor(sides, device=index.device)[:, None]
@@ -293,7 +313,10 @@ def window_side(part: float, shape: Shape) -> int:
 
 
 def _square(best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, draws: _Draws) -> Tensor:
-    """x' with one square at x + eps or x - eps, a sign for each channel."""
+    """x' with one square at x + eps or x - eps, with a sign for each channel.
+
+    If that changes nothing, the square has the second signs.
+    """
     at = _pixels(draws.corner, s, shape)
     clean = x.gather(2, at)
     new = torch.add(clean, draws.sign, alpha=threat.eps).clamp_(threat.low, threat.high)
@@ -305,7 +328,10 @@ def _square(best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, 
 def _windows(
     best: Tensor, x: Tensor, threat: ThreatModel, shape: Shape, s: int, draws: _Draws, *, whole: bool = False
 ) -> Tensor:
-    """x' with the norm of one window, and what is unused of eps, given to a bump on another."""
+    """x' with a new bump on the first window. The bump gets the norm of both windows and a share of the unused eps.
+
+    With `whole`, the bump gets the norm eps. The second window becomes zero, except where the first covers it.
+    """
     first, second = _pixels(draws.corner, s, shape), _pixels(draws.other, s, shape)
     delta = best - x
     unused = (threat.eps**2 - delta.square().sum(dim=(1, 2), keepdim=True)).clamp_min(0)
@@ -324,14 +350,17 @@ def _unit(v: Tensor) -> Tensor:
 
 
 def _on_sphere(delta: Tensor, x: Tensor, threat: ThreatModel) -> Tensor:
-    """x + eps delta / ||delta||_2, clipped to the box; a few roundings short of eps, so as never to be over it."""
+    """x + eps delta / ||delta||_2, clipped to the box.
+
+    The length is a few roundings below eps, so that it is never above eps.
+    """
     size = delta.square().sum(dim=(1, 2), keepdim=True).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
     ratio = threat.eps * (1 - 8 * torch.finfo(x.dtype).eps) / size
     return torch.addcmul(x, delta, ratio).clamp_(threat.low, threat.high)
 
 
 def _pixels(corner: Tensor, s: int, shape: Shape) -> Tensor:
-    """The places of the s by s squares with these corners in an image's rows laid end to end."""
+    """The places of the pixels of the s by s squares with these corners. Places count along the rows of an image."""
     at = corner[:, None, None] + _offsets(s, shape[2], corner.device)
     return at.expand(-1, shape[0], -1)
 

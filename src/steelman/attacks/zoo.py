@@ -23,23 +23,26 @@ BETA1, BETA2, TINY = 0.9, 0.999, 1e-8
 class ZOO(Search):
     """Coordinate ascent by differences of answers: g_i = [L(P(x' + h e_i)) - L(P(x' - h e_i))] / 2h, stepped by Adam.
 
-    L is the margin max_{j != y} z_j - z_y, or z_t - max_{j != t} z_j towards a target; P is the projection on the
-    threat model; i is random.
+    L is the margin max_{j != y} z_j - z_y. With a target it is z_t - max_{j != t} z_j. P is the projection onto the
+    threat model, and the coordinate i is random.
 
-    Arguments: `queries` is the most that each sample may ask; `sigma` is h; `step_size` None means eps for linf and
-    2 eps / sqrt(pixels) for l2; `coordinates` is how many are measured at one point and then moved together.
+    Arguments:
+        queries: the most queries for each sample.
+        sigma: h.
+        step_size: None means eps for linf, and 2 eps / sqrt(pixels) for l2.
+        coordinates: how many are measured at one point, and then moved together.
 
-    Queries are projected, so each is a candidate of its own and success costs no query beside the two of a difference;
-    one more is asked at the clean image and one at the last point. For l2 a point on the sphere is pushed out by h
-    before the queries are projected, so that they measure the slope along the sphere, which is zero at the best point
-    of the ball.
+    Queries are projected, so a query may be a success itself. A difference costs two queries. The clean image and the
+    last point cost one more each. In l2, a point on the sphere is pushed out by h before its queries are projected.
+    They then measure the slope along the sphere, which is zero at the best point of the ball.
 
-    In float32 a difference over 1e-4 drowns in rounding where logits are large and slopes small: raise `sigma`.
+    In float32, rounding hides a difference over 1e-4 if logits are large and slopes small. Then raise `sigma`.
 
-    Deviations: the published attack searches for the nearest point by a penalty on the distance and a search on its
-    weight; this one climbs the same margin inside a given radius. Coordinates come in random order, each once before
-    any comes again, rather than by independent draws. Its Newton variant, which needs a third query for a curvature
-    that piecewise linear networks lack, and its coarse-to-fine image grids are left out.
+    Deviations: The published attack searches for the nearest point, by a penalty on the distance and a search on its
+    weight. This attack climbs the same margin inside a given radius. The order of the coordinates is random, and each
+    comes once before any comes again; in the paper, draws are independent. Two parts are left out. One is the Newton
+    variant: it needs a third query for a curvature, which piecewise linear networks lack. The other are the
+    coarse-to-fine image grids.
 
     Chen et al. (2017), "ZOO: Zeroth Order Optimization Based Black-box Attacks", Eq. (6), Algorithms 1 and 2.
 
@@ -90,7 +93,7 @@ class ZOO(Search):
                     rows, x_adv, places, slopes, mean, square, order = (
                         kept[~broken] for kept in (rows, x_adv, places, slopes, mean, square, order)
                     )
-                # Every coordinate comes once a visit, so the visit is how often Adam has seen it.
+                # Each visit measures every coordinate once. So `visit` is the number of Adam's steps on it.
                 m = BETA1 * mean.gather(1, places) + (1 - BETA1) * slopes
                 v = BETA2 * square.gather(1, places) + (1 - BETA2) * slopes.square()
                 mean, square = mean.scatter_(1, places, m), square.scatter_(1, places, v)
@@ -103,7 +106,7 @@ class ZOO(Search):
                 x_adv = problem.threat.project(moved, problem.x[rows])
 
     def slopes(self, problem: Problem, x_adv: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope of the margin along each of the coordinates `places`, and which samples a query for it broke."""
+        """The slope of the margin along each of the coordinates `places`, and whether each sample is broken now."""
         x, threat = problem.x[rows], problem.threat
         centre = x_adv if threat.norm == "linf" else x_adv + (self.sigma / threat.eps) * (x_adv - x)
         found, best, best_logits = [], x_adv, None
@@ -132,6 +135,6 @@ class ZOO(Search):
 
 
 def _ask(problem: Problem, points: Tensor, rows: Tensor) -> Tensor:
-    """Whether each sample is broken, by this point or before; one query each."""
+    """Ask one query for each sample. Return whether each sample is broken, by this point or before."""
     logits = problem.logits(points, rows)
     return problem.keep(points, logits, climbed(problem, logits, rows), rows)

@@ -310,7 +310,7 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the command line; a user's mistake, a full disk or a signal ends with a sentence, not a traceback."""
+    """Run the command line. A user's mistake, a full disk or a signal ends it with a sentence, without a traceback."""
     errors = Console(stderr=True, soft_wrap=True)
 
     def fail(text: str, code: int) -> None:
@@ -324,7 +324,7 @@ def main() -> None:
     except TrainingInterruptedError as error:
         errors.print(Text(f"\n{error}"))
         sys.exit(128 + error.number)
-    except BrokenPipeError:  # who reads the output has gone, as `| head` does; nobody is left to be told
+    except BrokenPipeError:  # the reader of the output has ended, as `| head` does; no error text could reach it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:

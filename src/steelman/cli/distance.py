@@ -1,4 +1,4 @@
-"""``steelman distance``: how far the nearest adversarial points of the model that the command line names are."""
+"""``steelman distance``: the distances of a model's nearest adversarial points."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def distance(
 
 
 def say_if(untrained: bool) -> None:
-    """Say of numbers what nobody may overlook."""
+    """Print a warning if the model is untrained."""
     if untrained:
         console.print("The weights are random: these are the numbers of an untrained model.", style="yellow")

@@ -98,7 +98,7 @@ def _drawn(target: str, options: dict[str, Any]) -> bool:
     A seed that the factory itself sets is ignored here: weights drawn from a fixed seed are random too.
     """
 
-    def unheeded(seed: Any) -> torch.Generator:  # noqa: ARG001 - its name is that of torch's own
+    def unheeded(seed: Any) -> torch.Generator:  # noqa: ARG001 - torch's own function has this name
         return torch.default_generator
 
     kept, made = (torch.manual_seed, torch.random.manual_seed), []

@@ -1,4 +1,4 @@
-"""Augmentation of a batch; what a sample gets depends on (key, sample index), not on the batch it is in."""
+"""Augmentation of a batch. What happens to a sample depends on (key, sample index), not on its batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoAugment:
 
 @settings
 class CropFlip:
-    """Pad by a few pixels, crop back to size at a random place, and mirror every other image.
+    """Pad by a few pixels, crop back to size at a random place, and mirror half of the images.
 
     >>> x = torch.rand(2, 3, 32, 32)
     >>> CropFlip(pad=4)(x, torch.tensor([0, 1]), Key(0).fold("augment")).shape
@@ -51,7 +51,7 @@ class CropFlip:
         if n == 0:
             return x
         noise = key.uniform(index.to(x.device), (3,))
-        # Rounding may take 2 pad + 1 itself as the product; it is not a place to crop at.
+        # Rounding may make the product 2 pad + 1. That is one more than the last place.
         corner = (noise[:, :2] * (2 * self.pad + 1)).long().clamp(max=2 * self.pad)
         across = torch.arange(width, device=x.device).expand(n, width)
         if self.flip:

@@ -24,9 +24,10 @@ ATTEMPTS = 10
 class FolderSource:
     """The images ``root/<class>/*.jpg`` (or png and others), as RGB of `size` x `size`.
 
-    Without a key, the shorter side is resized to `resize` and the centre cropped. With one, a random part of the
-    image (8% to 100% of its area, aspect ratio 3/4 to 4/3) is resized, and mirrored every other time: the crop of
-    Szegedy et al. (2015), "Going deeper with convolutions". A file's rotation tag is ignored, as is usual.
+    Without a key, the shorter side is resized to `resize` and the centre cropped. With a key, a random part of the
+    image is resized, and mirrored with a chance of 1/2. The part has 8% to 100% of the area and an aspect ratio of 3/4
+    to 4/3. This is the crop of Szegedy et al. (2015), "Going deeper with convolutions". A file's rotation tag is
+    ignored, as is usual.
     """
 
     def __init__(

@@ -225,7 +225,7 @@ _CIFAR100 = Fetchable(
     classes=tuple(_CIFAR100_NAMES.split()),
     shapes=((50000, 3, 32, 32), (10000, 3, 32, 32)),
     ways={
-        # The checksums of the arrays are not known; that of the archive takes their place.
+        # The checksums of the arrays are not known. The archive's checksum takes their place.
         "official": Web(
             (("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "md5:03b5dce01913d631647c71ecec9e9cb8"),),
             CIFAR100,

@@ -25,7 +25,10 @@ from steelman.models.wide_resnet import WideResNet
 def _variant(
     summary: str, family: Callable[..., Backbone], *wiring: object, **defaults: object
 ) -> Callable[..., Backbone]:
-    """One architecture of a family. Depth and wiring are fixed by position, so they are not options; the width is."""
+    """One architecture of a family, with a summary for the lists.
+
+    Depth and wiring are given by position, so they are not options. The width is an option.
+    """
     made = partial(family, *wiring, **defaults)
     made.summary = summary  # type: ignore[attr-defined]
     return made

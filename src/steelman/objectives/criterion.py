@@ -196,7 +196,7 @@ class Criterion:
         self._last, self._shift, self._finished = None, None, True
 
     def _named(self) -> dict[str, str]:
-        """The objective by name: the state of another one would be taken up as if it were its own."""
+        """The objective's name, kept with the state, so that the state of another objective is refused."""
         return {"objective": type(self.objective).__name__}
 
     def _unshift(self, *_: object) -> None:

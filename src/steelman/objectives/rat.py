@@ -47,7 +47,7 @@ class RAT(Objective):
     cross-entropy, not in r or D.
 
     D1 and D2 read the paper as follows. r has a sign. Eq. (17) raises the output of x* where r(x) - r(x*) is large. For
-    positive features, as after a ReLU, this raises r(x*). Eq. (19) would be zero for a linear layer: softmax ignores a
+    positive features, as after a ReLU, this raises r(x*). Eq. (19) would be zero for a linear layer. Softmax ignores a
     shift of all logits, so the sums of the Hessian over all classes are zero. So D2 uses r^2 instead: the block j = l
     of the outer product of the gradients. The released code does so too. `released` follows that code in two more
     points: D1 takes the difference of |r|, and D2 uses T(-d)_y for both x and x*.
