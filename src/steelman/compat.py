@@ -63,14 +63,14 @@ class AutoAttack:
       in train mode, and models whose answers depend on the batch.
     - L1 has no Square, and Auto-PGD does not begin with larger radii.
     - ``set_version`` resets the settings of all attacks.
-    - A script can set the budgets of an attack, and the settings that differ between versions. Others are refused.
+    - A script can set the budgets of an attack, and the settings that differ between versions. It cannot set others.
 
     The verdict also needs diagnostic attacks. They do not change the images that a method returns.
 
     `evaluation` is the full result of the last run: the verdict, its trust, and the passes of every attack.
 
     Croce and Hein (2020), "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
-    attacks"; the interface is that of github.com/fra31/auto-attack.
+    attacks". The interface is from github.com/fra31/auto-attack.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
     >>> x = torch.rand(8, 1, 4, 4)
@@ -202,7 +202,7 @@ class AutoAttack:
     def _run(
         self, x: Tensor, y: Tensor, bs: int, suite: Suite, state_path: str | Path | None
     ) -> tuple[Tensor, Tensor, Evaluation]:
-        """Run a suite: the images after it, the model's predictions for them, and the evaluation."""
+        """Run a suite. Returns the images after it, the model's predictions for them, and the evaluation."""
         source, (model, device) = _Images(x, y), self._model(x)
         if bs < 1 or not self.epsilon > 0:
             raise UserError(f"expected bs of at least 1 and eps above 0, got {bs} and {self.epsilon}")
@@ -224,7 +224,7 @@ class AutoAttack:
                 _check_same(bundle, suite, threat, seed, model, source)
                 if not any(
                     isinstance(stage.attack, EOT) for stage in suite.stages
-                ):  # a random model gives other answers each time, so it would be refused
+                ):  # `verify` refuses a random model, because its answers change
                     verify(out, model=model, source=source, device=device)
             self.evaluation = found = Evaluation.load(out)
             x_adv = x.detach().to(as_model(model, torch.zeros(1), torch.device("cpu")).dtype).clone()
@@ -286,7 +286,7 @@ class AutoAttack:
 
 
 class _Function(nn.Module):
-    """A function as a model. If the function is a method of a model, that model is a part of this one."""
+    """A function as a model. If the function is a method of a model, that model is its submodule."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], place: torch.device | None = None) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class _Function(nn.Module):
         self.function, self.owner = function, getattr(function, "__self__", None)
         inner = function if isinstance(function, nn.Module) else self.owner
         self.training = isinstance(inner, nn.Module) and inner.training
-        if place is not None:  # a model's device is that of its tensors: an empty tensor sets it, and is no weight
+        if place is not None:  # `device_of` reads the device of a tensor: here, of this empty one
             self.register_buffer("place", torch.empty(0, device=place), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class _Function(nn.Module):
 
 
 class _Images(ArraySource):
-    """Images that keep their precision."""
+    """Images that keep their precision: ``images`` of the base class would give float32."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in (torch.float32, torch.float64):
@@ -318,7 +318,7 @@ class _Images(ArraySource):
 def _check_same(
     bundle: Bundle, suite: Suite, threat: ThreatModel, seed: int, model: nn.Module, source: _Images
 ) -> None:
-    """Refuse evidence of another run. Its images would be the answer to another question."""
+    """Refuse evidence of a run with other attacks, threat model, seed, weights or data."""
     record, every = bundle.record, torch.arange(len(source))
     stages = [(stage.name, describe(stage.attack)) for stage in suite.stages]
     wanted = {

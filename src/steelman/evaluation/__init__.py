@@ -1,1 +1,1 @@
-"""Evaluation: run attacks, verify every claim, keep what was found."""
+"""Evaluation: run attacks, check every success, and keep the evidence."""

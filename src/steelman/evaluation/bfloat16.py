@@ -1,4 +1,7 @@
-"""Searches in bfloat16: where the machine is quicker at it, and the model slopes there as it does in full precision."""
+"""Decides whether the searches of a suite run in bfloat16.
+
+They may, if the device computes in bfloat16, and if the model's gradients in bfloat16 agree with its exact ones.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from steelman.losses import margin, spread
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-TRIED = 32  # images on which the slopes are compared
-ALIKE = 0.9  # the cosine between the two slopes of an image from which on they count as one
-APART = 0.1  # the part of their spread by which its two answers may differ
-ENOUGH = 0.9  # of the images must be alike in both
+TRIED = 32  # images on which the gradients are compared
+ALIKE = 0.9  # the smallest cosine at which the two gradients of an image count as equal
+APART = 0.1  # the largest difference of a logit between the precisions, as a share of the logits' spread
+ENOUGH = 0.9  # the share of the images that must agree in logits and gradients
 
 
 def settled(
@@ -31,11 +34,11 @@ def settled(
     device: torch.device,
     most: int = TRIED,
 ) -> Suite:
-    """The suite with each stage's precision as it will be: what was planned, or full for all. No batch is larger than
-    `most`.
+    """The suite with the precision that each stage will have: the planned one, or full for all stages.
 
-    "auto" keeps bfloat16 where the machine multiplies such numbers itself and the model's slopes are those of full
-    precision; "full" never does; "bfloat16" wants it on any machine, and refuses a model whose slopes are others.
+    "auto" keeps bfloat16 if the device computes in it, and if the model's gradients agree with those in full precision.
+    "full" never keeps it. "bfloat16" keeps it on any device, and refuses a model whose gradients do not agree. No batch
+    is larger than `most`.
     """
     precision = suite.precision
     planned = [stage for stage in suite.stages if stage.precision != "full"]
@@ -57,7 +60,7 @@ def settled(
 
 
 def native(device: torch.device) -> bool:
-    """Whether the device multiplies numbers in bfloat16 itself; where it imitates them, full precision is quicker."""
+    """Whether the device computes in bfloat16. A device that only emulates bfloat16 is faster in full precision."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     cpu: Any = torch.cpu
@@ -66,7 +69,7 @@ def native(device: torch.device) -> bool:
 
 
 def alike(model: nn.Module, x: Tensor, threat: ThreatModel, most: int = TRIED) -> bool:
-    """Whether answers and their slopes at points near the images are in bfloat16 what they are in full precision."""
+    """Whether logits and gradients in bfloat16 agree with those in full precision, at random points near the images."""
     if x.dtype != torch.float32:
         return False
     points = threat.random_start(x, torch.arange(len(x), device=x.device), Key(0).fold("reduced"))
@@ -74,9 +77,9 @@ def alike(model: nn.Module, x: Tensor, threat: ThreatModel, most: int = TRIED) -
         exact, slopes = _answers(model, points, most)
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             coarse, coarse_slopes = _answers(model, points, most, exact.argmax(dim=1))
-    except Exception:  # whatever a model has against it, it is searched in full precision
+    except Exception:  # a model that raises any error in bfloat16 is searched in full precision
         return False
-    # What all logits have in common decides nothing, but it is what leaves coarse ones no room for their differences.
+    # An error that all logits of an image share does not change the model's answer. Here it is taken away.
     moved = (coarse - exact) - (coarse - exact).mean(dim=1, keepdim=True)
     near = moved.abs().amax(dim=1) <= APART * spread(exact)
     cosine = nn.functional.cosine_similarity(slopes, coarse_slopes)
@@ -84,7 +87,7 @@ def alike(model: nn.Module, x: Tensor, threat: ThreatModel, most: int = TRIED) -
 
 
 def _answers(model: nn.Module, points: Tensor, most: int, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Logits, and for each point the gradient of the margin of class y: by default of the class that leads."""
+    """The logits, and the gradient of the margin of class `y` at each point. By default, `y` is the predicted class."""
     answers, slopes = list[Tensor](), list[Tensor]()
     with untouched(model), torch.enable_grad():
         for rows in torch.split(torch.arange(len(points), device=points.device), most):

@@ -1,4 +1,4 @@
-"""What must be true of a model and its data before an attack's answer means anything."""
+"""Checks on a model and its data, before any attack. A model that fails one would get a meaningless verdict."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from steelman.errors import UserError
 from steelman.losses import magnitude, spread
 from steelman.threat import ThreatModel
 
-TRIED = 4  # images on which a model's manners are looked at
-REPEATS = 6  # how often each is asked for, so that noise which is seldom shows
-CROWD = 64  # images in the largest batch they are asked for in
-# Logits whose differences are below this many roundings of their size: which is the largest is a matter of luck.
+TRIED = 4  # images on which `check_manners` tries a model
+REPEATS = 6  # forwards on the same images: rare noise could be missed in fewer forwards
+CROWD = 64  # images in the largest batch of `check_manners`
+# Logits are coarse if their spread is below this number of roundings: then chance decides which one is the largest.
 COARSE = 256
 
 
 class ContractError(UserError):
-    """Nothing true can be said of this model on these data; `reason` is one word for it."""
+    """A check failed, so this model cannot be evaluated on these data; `reason` names the check in a word or two."""
 
     def __init__(self, reason: str, text: str) -> None:
         self.reason = reason
@@ -29,8 +29,8 @@ class ContractError(UserError):
 
 
 def predictions(model: nn.Module, x: Tensor, what: str) -> Tensor:
-    """The model's answers in eval mode and full precision; logits that are not finite are refused."""
-    if len(x) == 0:  # many a model cannot take none
+    """The classes that the model predicts in eval mode. Logits that are not finite are refused."""
+    if len(x) == 0:  # some models cannot take an empty batch
         return torch.empty(0, dtype=torch.int64, device=x.device)
     with untouched(model), torch.no_grad():
         logits = logits_of(model, x)
@@ -39,13 +39,13 @@ def predictions(model: nn.Module, x: Tensor, what: str) -> Tensor:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model at all."""
+    """Refuse an object that is not a PyTorch model."""
     if not isinstance(model, nn.Module):
         raise ContractError("model", f"expected a torch.nn.Module that gives logits, got {type(model).__name__}")
 
 
 def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None) -> None:
-    """Refuse a radius that leaves an attack nowhere to go, and one that no image of `shape` can reach."""
+    """Refuse a radius that is not above 0, and a radius that no image of `shape` can reach."""
     if not threat.eps > 0:
         raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
     if shape is not None and (problem := threat.too_wide(shape)):
@@ -53,7 +53,7 @@ def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None) -> Non
 
 
 def source_of(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
-    """The source that is given, or one of images and labels in memory."""
+    """The source `x` itself, or a new source of the images `x` and the labels `y`."""
     if isinstance(x, Source):
         if y is not None:
             raise UserError("expected y None with a source, which has its own labels")
@@ -67,7 +67,7 @@ def source_of(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Sour
 
 
 def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device: torch.device) -> int:
-    """Refuse what cannot be evaluated, with a sentence; the number of classes the model knows."""
+    """Refuse a model or data that cannot be evaluated. Returns the model's number of classes."""
     check_model(model)
     check_radius(threat, source.shape)
     if len(source) == 0:
@@ -107,9 +107,17 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
 def check_manners(
     model: nn.Module, source: Source, device: torch.device, *, random: bool = False, most: int = CROWD
 ) -> bool:
-    """Refuse a model whose answer to an image is not the image's own: one in train mode where that matters, one that
-    draws random numbers (unless `random` allows it), one that looks at the rest of the batch, one that answers
-    otherwise when a gradient is asked for. Whether it is random. No batch is larger than `most`, or than a dozen."""
+    """Refuse a model whose answer depends on more than the image. Returns whether the model is random.
+
+    These models are refused:
+    - a model whose logits differ by less than their rounding;
+    - a random model, unless `random` allows it (then the checks below are skipped);
+    - a model whose answer to an image depends on the other images of the batch;
+    - a model whose answer changes when a gradient is asked for;
+    - a model in train mode, if it answers differently there.
+
+    No batch is larger than `most`, or than 12 images if `most` is smaller.
+    """
     x = _first(model, source, device)
     logits = _answer(model, x)
     check_finite(logits, "clean")
@@ -149,13 +157,13 @@ def check_manners(
 
 
 def as_model(model: nn.Module, x: Tensor, device: torch.device) -> Tensor:
-    """Images on the device, in float64 for a model in float64."""
+    """The images on the device, in float64 for a model in float64, else in float32."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return x.to(device, torch.float64 if kinds == {torch.float64} else torch.float32)
 
 
 def coarse(logits: Tensor) -> Tensor:
-    """Where logits differ by little more than the roundings of numbers of their size.
+    """Whether the spread of each sample's logits is close to the rounding of numbers of their size.
 
     >>> coarse(torch.tensor([[1.0, 2.0], [1e7, 1e7 + 2]]))
     tensor([False,  True])
@@ -164,7 +172,7 @@ def coarse(logits: Tensor) -> Tensor:
 
 
 def check_finite(logits: Tensor, what: str) -> None:
-    """Refuse answers that are none."""
+    """Refuse logits that are NaN or infinite."""
     bad = int((~torch.isfinite(logits)).any(dim=1).sum())
     if bad:
         raise ContractError(
@@ -173,15 +181,18 @@ def check_finite(logits: Tensor, what: str) -> None:
 
 
 def _moved(model: nn.Module, x: Tensor) -> float:
-    """How far apart the answers to the same images are. Asked in one bracket, for each bracket begins with the same
-    random numbers."""
+    """The largest difference between the model's answers to the same images.
+
+    All answers come from one ``untouched`` block. Every such block starts with the same random numbers, so separate
+    blocks would hide the noise.
+    """
     with untouched(model), torch.no_grad():
         answers = [logits_of(model, x).double() for _ in range(REPEATS)]
     return max(float((one - answers[0]).abs().max()) for one in answers)
 
 
 def _check_batch(model: nn.Module, x: Tensor, logits: Tensor, most: int) -> None:
-    """The answer to an image is the same alone, and last in a large batch of others."""
+    """Refuse a model whose answer to an image changes when the image is alone, or last in a large batch."""
     others = _others(x)
     crowd = torch.cat((others.repeat(max((most - len(x)) // len(others), 1), 1, 1, 1), x.flip(0)))
     try:
@@ -204,13 +215,15 @@ def _check_batch(model: nn.Module, x: Tensor, logits: Tensor, most: int) -> None
 
 
 def _others(x: Tensor) -> Tensor:
-    """Other images in the same range: the negatives and the mirror images."""
+    """Other images in the same range: the negatives and the mirror images of `x`."""
     return torch.cat((x.amin() + x.amax() - x, x.flip(-1)))
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:
-    """Where answers differ by more than sums in another order do; a neighbour's pixels make a difference of another
-    kind."""
+    """Which samples' logits differ by more than rounding.
+
+    Another batch size changes the order of sums, and so the rounding. The influence of other images is much larger.
+    """
     rounding = 64 * torch.finfo(b.dtype).eps * torch.maximum(b.abs(), magnitude(b)[:, None])
     return ~((a - b).abs() <= 1e-3 * spread(b)[:, None] + rounding).all(dim=1)
 
@@ -227,7 +240,7 @@ def _answer(model: nn.Module, x: Tensor, *, gradient: bool = False) -> Tensor:
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if len(x) == 1 and isinstance(error, ValueError):  # what batch norm says that has one image to average over
+        if len(x) == 1 and isinstance(error, ValueError):  # batch norm in train mode says this of a single image
             raise ContractError("batch", f"the model cannot take an image alone: {reason}") from None
         raise ContractError("shape", f"the model cannot take images of shape {tuple(x.shape[1:])}: {reason}") from None
     half = isinstance(answer, Tensor) and answer.dtype in (torch.float16, torch.bfloat16)

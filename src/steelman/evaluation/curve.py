@@ -1,4 +1,4 @@
-"""Accuracy against the radius, and whether it goes down to 0 as it should."""
+"""The curve: accuracy against the radius, and the flag for a curve that does not fall to 0."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ CURVE_SAMPLES = 500
 
 
 def ratios(run: Runner) -> tuple[float, ...]:
-    """The radii of the curve, in eps; at a cascade's last no sample is robust."""
+    """The radii of the curve, as multiples of eps.
+
+    In a cascade, any image can become any other at the last radius. There, a working attack breaks every sample.
+    """
     if run.suite.protocol:
         return CURVE_RATIOS
     return *CURVE_RATIOS, max(run.threat.widest(run.source.shape) / run.threat.eps, 4.0)
 
 
 def measured_with(suite: Suite) -> str:
-    """What the curve is measured with, in words."""
+    """The name of the curve's attack, as a report shows it."""
     name, precision = f"PGD-{CURVE_ATTACK.steps}", searched_in(suite)
     name = name if precision == "full" else f"{name} in {precision}"
     return name if suite.protocol else f"{name} (at eps itself, all of the pilot's attacks)"
 
 
 def searched_in(suite: Suite) -> Precision:
-    """What the curve's points are looked for in: the coarsest of any stage. They are judged in full precision."""
+    """The precision of the curve's search: bfloat16 if any stage has it. Points are judged in full precision."""
     return "bfloat16" if any(stage.precision == "bfloat16" for stage in suite.stages) else "full"
 
 
 def curve_rows(run: Runner) -> Tensor:
-    """The samples that the curve is of: the pilot's, or in a protocol the first."""
+    """The samples of the curve: those of the pilot, or in a protocol the first ones of the data."""
     return torch.arange(min(run.total, CURVE_SAMPLES)) if run.suite.protocol else run.pilot()
 
 
@@ -54,11 +57,13 @@ def correct_at(
     broken: Tensor | None = None,
     robust: Tensor | None = None,
 ) -> Tensor:
-    """How many of the samples `rows` are right, and then at each radius. A sample that is broken at one radius is
-    broken at every larger one, for balls nest.
+    """How many of the samples `rows` are right without an attack, and then at each radius.
 
-    Arguments: `keep` is given what was found within eps, and for which of the samples. `broken` and `robust` are those
-    that other attacks broke at eps and did not break: no smaller radius is tried on the robust ones.
+    A sample that is broken at one radius counts as broken at every larger radius: the larger ball contains the point.
+
+    Arguments: `keep` receives which samples were attacked at a radius up to eps, and what was found. `broken` are the
+    samples that other attacks broke at eps. `robust` are those that the other attacks did not break; the curve attacks
+    them only at radii above eps.
     """
     loss = CURVE_ATTACK.loss if run.suite.protocol else "scale-invariant-cross-entropy"
     attack = dataclasses.replace(CURVE_ATTACK, loss=loss)
@@ -83,13 +88,16 @@ def correct_at(
 
 
 def accuracy_curve(run: Runner, correct: Tensor, total: int) -> tuple[CurvePoint, ...]:
-    """Accuracy against the radius, of `total` samples of which so many were right and then at each radius."""
+    """The points of the curve: `correct` counts the samples that are right without an attack, then at each radius."""
     radii = [run.threat.eps * ratio for ratio in (0.0, *ratios(run))]
     return tuple(CurvePoint(eps=eps, correct=n, total=total) for eps, n in zip(radii, correct.tolist(), strict=True))
 
 
 def levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
-    """Whether accuracy stays up where every image can be turned into every other."""
+    """The flag for samples that stay robust at the last radius, where any image can become any other.
+
+    A protocol has no such flag, and neither has a curve without a sample that is right.
+    """
     if suite.protocol or not points or not points[0].correct:
         return []
     left = points[-1].correct / points[0].correct

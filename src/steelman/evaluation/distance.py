@@ -1,4 +1,4 @@
-"""How far the nearest adversarial points are: mean and median distance, where a verdict asks about one radius."""
+"""The distance from each sample to its nearest adversarial point. A verdict, in contrast, is about one radius."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from steelman.progress import Ticker
 from steelman.rng import Key
 from steelman.threat import ThreatModel, norms
 
-RESAMPLES = 2000  # more of them move the ends of an interval by less than its width in a hundred
-CHUNK = 2**22  # numbers drawn at a time, so that many samples need no more memory than few
+RESAMPLES = 2000  # more would move the ends of an interval by less than a hundredth of its width
+CHUNK = 2**22  # numbers drawn at a time: the memory needed does not grow with the number of samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distances:
-    """The distance to each sample's nearest adversarial point that an attack found, and all that is needed to read it.
+    """The distance from each sample to the nearest adversarial point that an attack found, with the settings.
 
-    `values` has one distance for each sample. It is 0 for a sample that the model gets wrong without an attack. Where
-    the attack found no adversarial point, it is `widest`, which no distance exceeds. `wrong` and `unreached` count the
-    two. `forwards` and `backwards` are passes through the model, of all samples together.
+    `values` has one distance for each sample. It is 0 for a sample that the model gets wrong without an attack; `wrong`
+    counts these samples. It is `widest` for a sample without an adversarial point; `unreached` counts these samples. No
+    distance exceeds `widest`. `forwards` and `backwards` are the passes of all samples together.
     """
 
     model: str
@@ -67,7 +67,7 @@ class Distances:
 
     @property
     def mean(self) -> float:
-        """The mean over all samples; of RayS in linf, the average decision boundary distance (ADBD)."""
+        """The mean over all samples. With RayS in linf, it is the average decision boundary distance (ADBD)."""
         return float(np.mean(self.values))
 
     @property
@@ -85,11 +85,11 @@ class Distances:
         return bootstrap(self.values, np.median)
 
     def above(self, eps: float | None = None) -> int:
-        """How many samples have a distance above `eps`, by default the threat's."""
+        """How many samples have a distance above `eps`. By default, `eps` is the threat model's radius."""
         return sum(value > (self.eps if eps is None else eps) for value in self.values)
 
     def table(self) -> Table:
-        """The numbers for people."""
+        """The results as a table for the terminal."""
         table = Table(box=box.SIMPLE_HEAD, caption=Text(self._caption()), caption_justify="left")
         table.add_column(Text(f"{self.norm} distance of {self.model}"), overflow="fold")
         table.add_column("value", justify="right")
@@ -122,7 +122,7 @@ class Distances:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is computed from `values` is there for the reader."""
+        """The record as plain values, with the mean, the median and their intervals added."""
         record = dataclasses.asdict(self)
         record["values"] = list(self.values)
         found = {
@@ -154,17 +154,19 @@ def distance(
 ) -> Distances:
     """Mean and median over the samples of min { ||x' - x||_p : f(x') != y }, as far as `attack` finds the minimum.
 
-    A sample that the model gets wrong without an attack has distance 0. The attack is not believed: each of its points
-    is put to the model again in full precision, and its distance measured here. A point that is outside the range, or
-    that the model gets right, is no point.
+    A sample that the model gets wrong without an attack has distance 0. The attack's own claims do not count.
+    Each of its points goes through the model again in full precision, and its distance is measured here. A point
+    outside the range does not count, and neither does a point that the model gets right.
 
-    Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `attack` looks for the nearest point,
-    as RayS, DeepFool, FAB and C&W do; `threat` says norm and range, and its radius is for ``above`` alone; `name` is
-    what the record calls the model. The model is measured where its weights are. Of a source, ``first(source, 1000)``
-    is a part. In a block ``with showing(console)`` progress is shown.
+    Arguments: `x` and `y` are images and labels, or `x` is a source and `y` is None. `attack` looks for the nearest
+    point, as RayS, DeepFool, FAB and C&W do. `threat` sets the norm and the range. Only ``above`` and the restarts of
+    FAB use its radius. `name` is the model's name in the record. The model is attacked on its own device.
 
-    With RayS the mean is the average decision boundary distance (ADBD) of Chen and Gu (2020), "RayS: A Ray Searching
-    Method for Hard-label Adversarial Attack", section 5.
+    ``first(source, 1000)`` takes a part of a source. A block ``with showing(console)`` shows progress.
+
+    With RayS in linf, the mean is the average decision boundary distance (ADBD).
+
+    Chen and Gu (2020), "RayS: A Ray Searching Method for Hard-label Adversarial Attack", section 5.
 
     >>> from steelman.attacks.rays import RayS
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
@@ -224,14 +226,14 @@ def distance(
 
 
 def able() -> list[str]:
-    """The attacks that look for the nearest point."""
+    """The names of the attacks that look for the nearest adversarial point."""
     return [name for name, entry in ATTACKS.items() if entry().minimum_norm]
 
 
 def bootstrap(
     values: tuple[float, ...], statistic: Callable[..., Any], confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of a statistic; the same values give the same interval.
+    """The percentile bootstrap interval of a statistic. The same values give the same interval.
 
     >>> low, high = bootstrap((0.0, 1.0) * 200, np.mean)
     >>> low < 0.5 < high, round(high - low, 2)
@@ -249,7 +251,7 @@ def bootstrap(
 
 
 def _checked(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, points: Tensor | None) -> Tensor:
-    """How far each point is from its image; infinity for one outside the range, or that the model gets right."""
+    """The distance of each point from its image: infinity if it is out of range, or if the model gets it right."""
     if points is None or points.shape != x.shape:
         raise UserError(f"expected nearest points of shape {tuple(x.shape)} from the attack")
     boxed = ((points >= threat.low) & (points <= threat.high)).flatten(1).all(dim=1)  # False for NaN

@@ -1,4 +1,4 @@
-"""Evaluation: attack, then believe only what is checked here. No attack's word is taken for its own success."""
+"""Evaluation: attack a model, check every point that an attack gives, and count only the points that pass."""
 
 from __future__ import annotations
 
@@ -60,18 +60,21 @@ def evaluate(
     minutes: float | None = None,
     batch_size: int = 256,
 ) -> Evaluation:
-    """Accuracy, clean and under attack, with all that is needed to read it and, in `out`, to check it.
+    """Accuracy without an attack and under the attacks of a suite, with a verdict and its settings.
 
-    `suite` is the name of one ("fast", "standard", "full", ...), a Suite, or attacks by label: then each attacks every
-    sample that the model gets right. Every point is checked for range, radius and prediction in full precision, and one
-    that breaks a rule does not count. "worst case" counts the samples that no attack broke. A model that answers with
-    ``.logits``, a dict or a tuple is wrapped, and that is printed.
+    `suite` is the name of a suite ("fast", "standard", "full", ...), a Suite, or attacks by label. With attacks by
+    label, each attack gets every sample that the model gets right. Every point is checked in full precision: its range,
+    its radius and the model's prediction. A point that breaks a rule does not count. The score "worst case" counts the
+    samples that no attack broke. A model that answers with ``.logits``, a dict or a tuple is wrapped, with a message.
 
-    Arguments: `x` and `y` are images and labels, or `x` is a source and `y` None; `out` is where evidence is kept, and
-    where an evaluation that was interrupted goes on; `name` is what records call the model; `minutes` ends a cascade
-    when they are over, with what is known by then. The model is attacked where its weights are. Precision, curve,
-    gallery and other models to carry points over from are the suite's: ``suite_named("fast", threat, curve=False)``.
-    Of a source, ``first(source, 1000)`` is a part. In a block ``with showing(console)`` progress is shown.
+    Arguments: `x` and `y` are images and labels, or `x` is a source and `y` is None. `out` is the folder for the
+    evidence; an interrupted evaluation continues from the same `out`. `name` is the model's name in the records.
+    `minutes` is a time limit. When it is over, the attacks end, and the verdict says so. The model is attacked on its
+    own device.
+
+    Other options belong to the suite: precision, curve, gallery and surrogates. For example,
+    ``suite_named("fast", threat, curve=False)`` has no curve. ``first(source, 1000)`` takes a part of a source. A block
+    ``with showing(console)`` shows progress.
 
     >>> from steelman.heads import linear
     >>> net = nn.Sequential(nn.Flatten(), linear(16, 2)).eval()
@@ -92,7 +95,7 @@ def evaluate(
         check_model(model)
         source, device = source_of(x, y, threat), device_of(model)
         _check_surrogates(chosen.surrogates, device)
-        # Whatever the caller computes in, the answers are judged in full precision, and attacks need gradients.
+        # The caller may be in autocast or inference mode. Points need full precision, and attacks need gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(full_precision())
@@ -134,7 +137,7 @@ def evaluate(
         )
         run.clean()
         deadline = started + 60 * minutes if minutes else None
-        if chosen.protocol:  # what was asked for comes first
+        if chosen.protocol:  # the user asked for its attacks, so a time limit should cut the curve first
             run.stages(Findings(), deadline, lambda: False)
             findings = look_ahead(run, deadline)
         else:
@@ -166,13 +169,13 @@ def evaluate(
         )
         if out is not None:
             write_bundle(out, settings, run.ledger, found)
-            if run.complete:  # else the same call, with more time, goes on from here
+            if run.complete:  # if not complete, the same call with more time continues from this folder
                 work.close()
     return found
 
 
 def check_outputs(source: Source, classes: int) -> None:
-    """Refuse a model that knows classes that the data do not have: its answers are likely to mean something else."""
+    """Refuse a model with more outputs than the data have classes: its outputs may stand for other classes."""
     if knows_classes(source) and classes > len(source.classes):
         shown = ", ".join(source.classes[:4]) + (", ..." if len(source.classes) > 4 else "")
         raise ContractError(
@@ -190,7 +193,7 @@ def _check_surrogates(surrogates: Sequence[nn.Module], device: torch.device) -> 
 
 
 def _described(suite: Suite) -> dict[str, Any]:
-    """A suite as plain values."""
+    """A suite as plain values, for the records."""
     stages = [
         {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "attack": describe(s.attack)}
         for s in suite.stages
@@ -199,7 +202,7 @@ def _described(suite: Suite) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What a number depends on besides settings."""
+    """The versions of the software, and the platform. The results also depend on these."""
     return {
         "steelman": steelman.__version__,
         "torch": str(torch.__version__),

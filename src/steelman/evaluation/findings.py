@@ -1,4 +1,4 @@
-"""What is found on a few samples before the attacks: the signs of masking, and accuracy against the radius."""
+"""The findings of the pilot: flags and curve, measured on a few samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from steelman.evaluation.result import CurvePoint, Flag
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The flags and the curve, and what the attacks behind them did.
+    """The flags, the curve, and the samples that the attacks behind them broke.
 
-    `parts` holds, a batch at a time, what these attacks left of the samples; a suite with a pilot counts it. `cut` says
-    of how many samples there was time for how many, if not for all. `question` names what was asked besides (no curve,
-    other models): who is left to the stages depends on it, so the batches that are kept of them are named after it.
+    `parts` holds the result of these attacks for each batch. Its broken samples count in a suite with a pilot stage.
+    `cut` is (samples measured, samples planned) if the time ran out, else None. `question` names the options that
+    change the pilot: no curve, or surrogates. These options also change which samples the stages get. So the file names
+    of the stages' batches contain `question`.
     """
 
     flags: tuple[Flag, ...] = ()
@@ -27,6 +28,6 @@ class Findings:
 
     @property
     def broken(self) -> Tensor:
-        """The rows of the samples that these attacks broke."""
+        """The rows of the samples that the pilot's attacks broke."""
         found = [part["rows"][part["broken"]] for part in self.parts]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)

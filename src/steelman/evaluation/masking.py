@@ -1,7 +1,8 @@
-"""Signs of gradient masking: a model that hides its gradient looks robust to whoever climbs it.
+"""Signs of gradient masking: a model that hides its gradient looks robust to a gradient attack.
 
-Each sign is a figure measured on a few samples, a limit, and what follows when the limit is passed (Athalye et al.,
-2018, section 3; Carlini et al., 2019, "On Evaluating Adversarial Robustness", section 3).
+Each sign has a figure, measured on a few samples, and a limit. A figure above the limit raises a flag.
+
+Athalye et al. (2018), section 3; Carlini et al. (2019), "On Evaluating Adversarial Robustness", section 3.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from steelman.settings import settings
 from steelman.threat import ThreatModel
 
 STEPS, STARTS, QUERIES, HALVINGS = 20, 3, 200, 10
-TINY = 1e-6  # a slope that changes the margin by less than this part of the logits' spread, from end to end of the box
+TINY = 1e-6  # a gradient counts as zero below this share of the logits' spread; see `_slopes`
 
 
 class Seen:
-    """What a model answered on the way; copies of it, such as a thread's, write into the same."""
+    """Counts of a model's answers. A deep copy is the same object, so the threads of a search share the counts."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[int, int, int]] = []
@@ -36,14 +37,13 @@ class Seen:
         return self
 
     def totals(self) -> tuple[int, int, int]:
-        """How many answers there were, and how many of them were undefined or lost."""
+        """How many answers there were, how many were undefined, and how many were lost in rounding."""
         total, undefined, lost = (sum(counts) for counts in zip((0, 0, 0), *self.counts, strict=True))
         return total, undefined, lost
 
 
 class Watched(nn.Module):
-    """A model, and how many of its answers were undefined or lost in roundings: attacks pass over such points, and
-    would not tell."""
+    """A model that counts its undefined answers, and those lost in rounding. Attacks skip such points silently."""
 
     def __init__(self, model: nn.Module, seen: Seen) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Watched(nn.Module):
         return logits
 
 
-# What each sign says of its share, the most that is let pass, and what follows. A sample more than that is let pass
-# where one attack is measured against another, for one says nothing of a few.
+# For each sign: its limit, whether one more sample may pass, the trust that its flag leaves, and the flag's text.
+# One more sample may pass where a sign compares attacks: a single sample out of a few could be chance.
 SIGNS: dict[str, tuple[float, bool, Trust, str]] = {
     "zero gradients": (
         0.05,
@@ -126,7 +126,7 @@ SIGNS: dict[str, tuple[float, bool, Trust, str]] = {
 
 
 def flags_of(parts: Sequence[dict[str, Tensor]]) -> list[Flag]:
-    """The flags of what was measured, on some samples after others."""
+    """A flag for each measured sign; `parts` are the results of ``measure``, one for each batch."""
     if not parts:
         return []
     columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
@@ -152,10 +152,13 @@ def measure(
     batch_size: int = 256,
     keep: Callable[[Tensor, Found], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Each sign of a model on a few samples that it gets right, for every sample or point, or as counts ("of" so many).
+    """Measure each sign of masking on a few samples that the model gets right.
 
-    Arguments: `surrogates` are models whose adversarial points are tried on it too; no batch is larger than
-    `batch_size`; `keep` is given what each attack found, and for whom.
+    Most signs get one value for each sample or point. "undefined answers" and "coarse answers" get a count. The number
+    of points behind the count is under the sign's name with ", of" added.
+
+    Arguments: `surrogates` are other models, whose adversarial points are tried on this model too. No batch is larger
+    than `batch_size`. `keep` receives the samples of each attack, and what the attack found.
     """
     watched = Watched(model, Seen())
     everyone = torch.arange(len(x), device=x.device)
@@ -164,7 +167,7 @@ def measure(
         name: str, on: nn.Module = watched, who: Tensor = everyone, starts: int = 1, **options: object
     ) -> tuple[Tensor, Tensor]:
         attack, rows = ATTACKS[name](**options), who.repeat(starts)
-        # Each start with noise of its own.
+        # Without the added number, all starts of a sample would draw the same noise.
         places = index[rows] + torch.arange(starts, device=x.device).repeat_interleave(len(who))
         parts = (torch.split(part, max(batch_size // attack.copies, 1)) for part in (rows, places))
         found = []
@@ -179,8 +182,8 @@ def measure(
     seen = {"zero gradients": ~white if slopes is None else slopes < TINY}
     reached = x
     if slopes is not None:
-        # Steps forget a loss's scale, and this one rises where its gradient is followed: standardised ones need not,
-        # for the spread they are divided by rises too (and of two classes they are constants).
+        # The margin rises along its own gradient. A standardised loss may not: its divisor, the spread of the logits,
+        # can rise too. With two classes, it is even constant.
         loss = "margin"
         many, reached = attacked("bim", steps=STEPS, step_size=2.5 * threat.eps / STEPS, loss=loss)
         seen["loss does not rise"] = _stuck(model, x, reached, y, loss, batch_size) & ~many
@@ -190,7 +193,7 @@ def measure(
         some, every = broken.any(dim=0), broken.all(dim=0)
         white = many | one | some
         seen["starts disagree"] = some & ~every
-    # Square knows no l1; an estimated gradient is a blind guess in any norm.
+    # Square does not work in l1. SPSA works in every norm, and also needs no gradient.
     square = threat.norm in ATTACKS["square"]().norms
     guesses: dict[str, Any] = {"queries": QUERIES, "ahead": 4} if square else {"steps": 10, "pairs": QUERIES // 20}
     blind = torch.zeros_like(white)
@@ -214,9 +217,12 @@ def measure(
 
 
 def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size: int) -> Tensor:
-    """Which of the points between images and adversarial ones get another answer when asked again."""
+    """Which points get different logits when the model is asked twice.
+
+    The points are the images `x`, the points `reached`, and one point on each side of the boundary between them.
+    """
     right, wrong = x, reached
-    for _ in range(HALVINGS):  # towards where the answer changes, for that is where a little noise decides
+    for _ in range(HALVINGS):  # bisect towards the boundary, where a little noise changes the answer
         middle = (right + wrong) / 2
         beyond = _wrong(model, middle, y, batch_size)[:, None, None, None]
         right, wrong = torch.where(beyond, right, middle), torch.where(beyond, middle, wrong)
@@ -229,13 +235,16 @@ def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size:
 
 
 def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Flag:
-    """A flag, raised when its figure is over the limit."""
+    """A flag. It is raised if its figure is above the limit."""
     return Flag(name=name, figure=figure, limit=limit, raised=figure > limit, trust=trust, text=text)
 
 
 def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch_size: int) -> Tensor | None:
-    """How much the margin would change from one end of the box to the other along its gradient, as a part of the
-    logits' spread, so that the logits' scale does not matter; None if the model gives no gradient."""
+    """||g||_1 (high - low) / spread for each sample, with g the gradient of the margin. None if there is no gradient.
+
+    It is the linear change of the margin from one end of the box to the other. The division by the logits' spread makes
+    it independent of the scale of the logits.
+    """
     found = []
     for part, label in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
         with untouched(model), torch.enable_grad():
@@ -252,7 +261,7 @@ def _slopes(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, batch_s
 
 
 def _stuck(model: nn.Module, x: Tensor, x_adv: Tensor, y: Tensor, loss: str, batch_size: int) -> Tensor:
-    """Where the loss at x' is not above that at x."""
+    """Whether the loss of each sample at x' is not above its loss at x."""
     before, after = (adversarial_loss(loss, _logits(model, points, batch_size), y) for points in (x, x_adv))
     return ~(after > before)
 
@@ -267,8 +276,10 @@ def _logits(model: nn.Module, x: Tensor, batch_size: int) -> Tensor:
 
 
 class Finds:
-    """The first adversarial point that any of several attacks found for each sample, or else the first one's best, and
-    what all of them cost."""
+    """The point of each sample from several attacks, and the passes of all of them.
+
+    It is the first adversarial point that any attack found. Without one, it is the point of the first attack.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self.x_adv = x.clone()
@@ -276,11 +287,11 @@ class Finds:
         self.counts = torch.zeros(2, len(x), dtype=torch.int64, device=x.device)
 
     def keep(self, rows: Tensor, found: Found) -> None:
-        """What an attack found for the samples `rows`, of which one may come several times."""
+        """Add what an attack found for the samples `rows`. A row may occur several times."""
         rows = rows.to(self.x_adv.device)
         self.counts.index_add_(1, rows, torch.stack((found.forwards, found.backwards)))
         news = torch.where(self.tried[rows], found.success & ~self.success[rows], True)
-        # Of several points of one sample the first that breaks it, or the first.
+        # If a row occurs several times, its first adversarial point is kept, or else its first point.
         order = (news.long() + found.success.long()).argsort(descending=True, stable=True)[: int(news.sum())]
         firsts = {int(row): int(at) for row, at in zip(rows[order].flip(0), order.flip(0), strict=True)}
         at, places = (torch.tensor(list(part), dtype=torch.int64) for part in (firsts, firsts.values()))
@@ -290,7 +301,7 @@ class Finds:
 
 @settings
 class Pilot:
-    """The attacks that flags are measured with, as one attack."""
+    """The attacks behind the flags, as one attack."""
 
     def __call__(
         self,

@@ -1,6 +1,6 @@
-"""The pilot: signs of masking and the curve, measured on a few samples before the attacks.
+"""The pilot: signs of masking and the curve, measured on a few samples.
 
-What the attacks behind them break counts in a suite that has a stage for it.
+In a suite with a pilot stage, the samples that the pilot's attacks break count as broken.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from steelman.evaluation.masking import SIGNS, Finds, flags_of, measure
 from steelman.evaluation.runner import Runner
 from steelman.evidence.bundle import weights_digest
 
-BATCH = 64  # samples at most that are looked at before what was seen is kept
+BATCH = 64  # the most samples in a batch of the pilot; each finished batch is saved
 
 
 def look_ahead(run: Runner, deadline: float | None) -> Findings:
-    """The flags that need no stage, and accuracy against the radius: a batch at a time, each kept whatever interrupts
-    the evaluation, and no more of them than the time allows."""
-    # The curve is PGD's, and whoever asks for black-box attacks alone may have no gradient.
+    """The flags that need no stage, and the curve.
+
+    Each finished batch is saved, so an interrupted pilot continues from there. The pilot ends when the time runs out.
+    """
+    # The curve needs a gradient. A suite of black-box attacks alone may be for a model without one.
     curve = run.suite.curve and not all(getattr(stage.attack, "black_box", False) for stage in run.suite.stages)
     if run.suite.protocol and not curve:
         return Findings()
@@ -31,7 +33,7 @@ def look_ahead(run: Runner, deadline: float | None) -> Findings:
     seen, parts = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
     correct = torch.zeros(len(ratios(run)) + 1, dtype=torch.int64)
     looking = functools.partial(_measure, run, curve=curve)
-    # What was kept is what would be measured now.
+    # Saved batches are named after the options that change them. Else a call with other options would read them.
     asked = [*([] if curve else ["plain"]), *(weights_digest(one)[:16] for one in run.suite.surrogates)]
     question = "".join(f"-{what}" for what in asked)
     for part_rows, part in run.batches(f"pilot{question}", rows, looking, deadline, most=BATCH):

@@ -1,9 +1,10 @@
-"""The attacks of the papers' tables, under the names of their columns. To add one: a function here and a line in
-PROTOCOLS.
+"""Protocols: the attacks of papers' tables, under the names of the tables' columns.
 
-Each attacks every sample that the model gets right, as a table does. A published step size belongs to a published
-radius: at another radius it is scaled with it. A protocol shows what a paper would have shown; for what to believe,
-there are the cascades of ``suites``.
+To add a protocol, write a function here, and add a line to PROTOCOLS.
+
+Each attack gets every sample that the model gets right, as in the papers. A published step size belongs to a published
+radius, and is scaled to other radii in proportion. A protocol gives a number to compare with a paper. For a number to
+trust, use a cascade from ``suites``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from steelman.evaluation.stages import Stage, Suite, protocol
 from steelman.settings import settings
 from steelman.threat import Norm, ThreatModel
 
-# The radius and step size of Zhang et al. (2019), which Pang et al. (2020) and the code of RAT evaluate with.
+# The radius and step size of Zhang et al. (2019). Pang et al. (2020) and the code of RAT use them too.
 TRADES_EPS, TRADES_STEP = 0.031, 0.003
-# Up from here a linf radius is one of MNIST's.
+# A linf radius of at least this is taken for a radius on MNIST.
 MNIST_LEAST = 0.1
 
 
 def autoattack(threat: ThreatModel) -> tuple[Stage, ...]:
-    """The components and budgets of AutoAttack standard, each on the samples that the ones before left.
+    """The attacks and budgets of AutoAttack standard.
 
-    Croce and Hein (2020). In l1, which Square here does not know, the other three, of which APGD has more restarts and
-    fewer targets there (Croce and Hein (2021), "Mind the box").
+    In l1, Square is left out, because it does not work there. APGD-CE has 5 restarts and APGD-T has 5 targets in l1.
+
+    Croce and Hein (2020); for l1, Croce and Hein (2021), "Mind the box".
     """
     restarts, targets = (5, 5) if threat.norm == "l1" else (1, 9)
     stages = [
@@ -43,7 +45,7 @@ def autoattack(threat: ThreatModel) -> tuple[Stage, ...]:
 
 @settings
 class InTurn(Search):
-    """Attacks one after the other, each on the samples that those before it left: several attacks in one column.
+    """Several attacks in one column: each gets the samples that the attacks before it did not break.
 
     >>> import torch
     >>> net = torch.nn.Flatten()  # the pixels are the logits
@@ -59,7 +61,7 @@ class InTurn(Search):
 
     @property
     def norms(self) -> tuple[Norm, ...]:  # type: ignore[override]
-        """Those that all of them know."""
+        """The norms in which all the attacks work."""
         return tuple(norm for norm in Search.norms if all(norm in attack.norms for attack in self.attacks))
 
     def search(self, problem: Problem) -> None:
@@ -79,7 +81,7 @@ class InTurn(Search):
 
 
 def _part(problem: Problem, rows: Tensor, turn: int) -> Problem:
-    """The problem of the samples `rows` alone, with noise of its own."""
+    """The problem of the samples `rows` alone. Each turn has its own noise."""
     part = Problem(
         problem.model,
         problem.x[rows],
@@ -96,15 +98,16 @@ def _part(problem: Problem, rows: Tensor, turn: int) -> Problem:
 def he_whitebox(threat: ThreatModel) -> Suite:
     """Hypersphere embedding under white-box attacks: Pang et al. (2020), Table 2 and, up to C&W, Table 10.
 
-    There eps is 0.031 and the step size 0.003. PGD begins uniformly in the ball, MIM (mu 1) and FGSM at the image
-    (Appendix B.2). As in the released evaluation, those three climb the cross-entropy of logits without the head's
-    scale, which on an HE head is a weak attack: beside this, run ``he-adaptive``. To the other attacks a scale makes no
+    The paper has eps 0.031 and step size 0.003. PGD starts uniformly in the ball. MIM (mu 1) and FGSM start at the
+    image (Appendix B.2). As in the released evaluation, these three use the cross-entropy of logits without the head's
+    scale. On an HE head this is a weak attack, so run ``he-adaptive`` too. For the other attacks, the scale makes no
     difference.
 
-    What cannot be had: the published C&W column stays three points below clean accuracy, as no attack within the radius
-    does. Here C&W is what the paper describes, steps on the margin within linf; their number is not told, and is 20.
-    FeaAtt has no images to draw features to, for a suite knows no data: the last layer's weights stand for the classes,
-    where the paper's attack takes 500 images. FeaAtt and FAB were run at 8/255.
+    Three columns differ from the paper. The published C&W column is only three points below clean accuracy. A working
+    attack within the radius breaks more samples. Here, C&W is what the paper describes: steps on the margin within
+    linf. The paper does not give the number of steps; here it is 20. The paper's FeaAtt moves towards the features of
+    500 images. A suite has no images, so here the weights of the last layer stand for the classes. The paper ran FeaAtt
+    and FAB at 8/255.
 
     Pang et al. (2020), "Boosting Adversarial Training with Hypersphere Embedding".
     """
@@ -126,9 +129,11 @@ def he_whitebox(threat: ThreatModel) -> Suite:
 
 
 def he_adaptive(threat: ThreatModel) -> Suite:
-    """Hypersphere embedding under the attack that knows it: PGD on the training loss, with the head's scale and margin.
+    """Hypersphere embedding under adaptive attacks: PGD on the training loss, with the head's scale and margin.
 
-    Pang et al. (2020), section 4.1, "Adaptive attacks"; eps and step size are those of ``he-whitebox``.
+    eps and step size are the same as in ``he-whitebox``.
+
+    Pang et al. (2020), section 4.1, "Adaptive attacks".
     """
     step = _scaled(TRADES_STEP, TRADES_EPS, threat)
     attacks = {f"PGD-{steps}": ATTACKS["adaptive"](steps=steps, step_size=step) for steps in (20, 500)}
@@ -136,11 +141,11 @@ def he_adaptive(threat: ThreatModel) -> Suite:
 
 
 def he_blackbox(threat: ThreatModel) -> Suite:
-    """Hypersphere embedding under attacks that may only ask: Pang et al. (2020), Table 8.
+    """Hypersphere embedding under black-box attacks: Pang et al. (2020), Table 8.
 
-    ZOO moves one random coordinate at a time, with differences over 1e-4 and 20,000 queries; SPSA and NES take 128
-    pairs a step at a distance of 0.001, from the image. Their step size is not told; here it is the white-box one,
-    0.003 at eps 0.031. The table's rows are columns here.
+    ZOO changes one random coordinate at a time, with differences over 1e-4 and 20,000 queries. SPSA and NES start from
+    the image, and take 128 pairs a step at a distance of 0.001. The paper does not give their step size; here it is the
+    white-box step size, 0.003 at eps 0.031. The rows of the table are columns here.
     """
     step = _scaled(TRADES_STEP, TRADES_EPS, threat)
     estimated = {
@@ -154,10 +159,10 @@ def he_blackbox(threat: ThreatModel) -> Suite:
 def pas(threat: ThreatModel) -> Suite:
     """Periodic adversarial scheduling: Liu et al. (2020), Table 1 of the authors' response.
 
-    The table has errors, this has accuracies: 1 - error. PGD has 10 restarts; its step is 1/255 at eps 8/255 (CIFAR-10)
-    and scaled from there, but 0.01 for the linf radii of MNIST, 0.1 and above. Auto-PGD has 5 restarts, as in the
-    released code; the response tells only its 100 iterations. Square has 5,000 queries. PGD begins uniformly in the
-    ball, where the released code begins within one step of the image.
+    The table has errors; the scores here are accuracies, 1 - error. PGD has 10 restarts. Its step size is 1/255 at eps
+    8/255 (CIFAR-10), and is scaled to other radii. At linf radii of 0.1 and above (MNIST), it is 0.01. Auto-PGD has 5
+    restarts, as in the released code; the response only gives its 100 iterations. Square has 5,000 queries. PGD starts
+    uniformly in the ball; the released code starts within one step of the image.
 
     Liu et al. (2020), "On the Loss Landscape of Adversarial Training: Identifying Challenges and How to Overcome Them".
     """
@@ -178,10 +183,10 @@ def pas(threat: ThreatModel) -> Suite:
 def llr(threat: ThreatModel) -> Suite:
     """Local linearity regularisation: Qin et al. (2019), the attacks of the authors' response and released code.
 
-    DeepFool is the column that the response publishes. The other two are the attacks it calls stronger, PGD on the
-    difference of logits and MultiTargeted towards every other class, with 50 steps as in the released evaluation. That
-    one steps with Adam at rate 0.1, which no attack here does: these take sign steps of 2/255 at eps 8/255. The columns
-    of the paper's own tables, with attacks of other budgets, are not here.
+    The response publishes the column DeepFool. It calls the other two attacks stronger: PGD on the difference of
+    logits, and MultiTargeted towards every other class. Both have 50 steps, as in the released evaluation. The released
+    evaluation steps with Adam at rate 0.1; the attacks here take sign steps of 2/255 at eps 8/255. The columns of the
+    paper's own tables have attacks of other budgets, and are not here.
 
     Qin et al. (2019), "Adversarial Robustness through Local Linearization".
     """
@@ -200,11 +205,11 @@ def llr(threat: ThreatModel) -> Suite:
 def rat(threat: ThreatModel) -> Suite:
     """Randomised adversarial training: Jin et al. (2023), Tables 7 and 8 of the supplement.
 
-    PGD-20 and CW-20 (PGD on the margin) take steps of 0.003 at eps 0.031, as in the released code; AA is AutoAttack
-    standard, run there at 8/255; RayS acc is that of RayS with 10,000 queries, its code's default (the supplement tells
-    no number).
+    PGD-20 and CW-20 (PGD on the margin) take steps of 0.003 at eps 0.031, as in the released code. AA is AutoAttack
+    standard; the paper ran it at 8/255. RayS acc is the accuracy under RayS with 10,000 queries. That is the default of
+    its code; the supplement gives no number.
 
-    What cannot be had: the column ADBD of Table 7 is a mean distance and no accuracy; ``steelman.attacks.rays.adbd``
+    The column ADBD of Table 7 is missing here: it is a mean distance, not an accuracy. ``steelman.attacks.rays.adbd``
     measures it.
 
     Jin et al. (2023), "Randomized Adversarial Training via Taylor Expansion".
@@ -235,12 +240,12 @@ PROTOCOLS: dict[str, Callable[[ThreatModel], Suite]] = {
 
 
 def _scaled(step: float, eps: float, threat: ThreatModel) -> float | None:
-    """A step size published for `eps`, at the threat's radius; None, where that is 0 and no step matters."""
+    """A step size published for `eps`, scaled to the threat model's radius. None at radius 0, where no attack steps."""
     return step * (threat.eps / eps) or None
 
 
 def _suite(name: str, threat: ThreatModel, attacks: Mapping[str, Search]) -> Suite:
-    """The attacks as a protocol; refused at once where one of them, hours later, would not know the norm."""
+    """The attacks as a protocol. A norm in which one of them does not work is refused here, not hours later."""
     missing = [label for label, attack in attacks.items() if threat.norm not in attack.norms]
     if missing:
         raise UserError(f"protocol {name}: {', '.join(missing)} cannot attack in {threat.norm}; the table is of linf")

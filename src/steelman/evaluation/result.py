@@ -1,4 +1,4 @@
-"""What an evaluation found: plain, frozen records."""
+"""The results of an evaluation, as frozen records of plain values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float,
 
 
 def share_of(correct: int, total: int) -> str:
-    """A share of the samples with its 95% interval, in percent.
+    """A share of the samples and its 95% interval, as text in percent.
 
     >>> share_of(5, 10)
     '50.0% [18.7, 81.3]'
@@ -39,12 +39,13 @@ def share_of(correct: int, total: int) -> str:
 
 
 def in_255ths(eps: float) -> bool:
-    """Whether a radius is meant as a count of 8-bit grey levels: 8/255 is, 0.2 (though also 51/255) is not."""
+    """Whether a radius is meant in 8-bit grey levels. 8/255 is. 0.2 is not, although it equals 51/255."""
     return abs(eps - round(eps, 3)) > 1e-9 and abs(eps * 510 - round(eps * 510)) < 1e-4
 
 
 def radius(eps: float) -> str:
-    """
+    """A radius as text.
+
     >>> radius(8 / 255), radius(0.2)
     ('8/255', '0.2')
     """
@@ -53,9 +54,9 @@ def radius(eps: float) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How many of `total` samples stay right: clean, under one attack, or under all attacks together.
+    """How many of `total` samples are right: without an attack, under one attack, or under all attacks together.
 
-    `seconds` is None where nobody knows how long it took.
+    `seconds` is None if the time is not known.
     """
 
     name: str  # "clean", the attack's label, or "worst case"
@@ -84,7 +85,7 @@ class CurvePoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """One sample of the gallery; images are in the input range, shape (C, H, W)."""
+    """One sample of the gallery. Its images are in the input range, of shape (C, H, W)."""
 
     index: int
     label: int
@@ -96,15 +97,16 @@ class Example:
 
 
 Trust = Literal["sound", "suspect", "invalid"]
-Role = Literal["attack", "pilot", "sentinel", "escalation"]  # what a stage is for; see `Stage`
+Role = Literal["attack", "pilot", "sentinel", "escalation"]  # see `Stage`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A sign that an attack may have failed on samples that are not robust: what was seen, and what follows from it.
+    """A sign that attacks may have failed on samples that are not robust.
 
-    `name` is for machines, `figure` what was measured and `limit` where it begins to matter; `trust` is what a raised
-    flag leaves of the verdict's ("sound": it is worth knowing, no more). `text` says it in plain words.
+    `name` identifies the flag. `figure` is the measured value. The flag is raised if `figure` is above `limit`. `trust`
+    is the most trust that a raised flag leaves to the verdict. With "sound", the flag does not lower the trust. `text`
+    explains the flag.
     """
 
     name: str
@@ -117,11 +119,12 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How many samples no attack broke, and how far that may be believed. Printed, it is three lines at most.
+    """How many samples no attack broke (`correct`), and how far this number can be trusted.
 
-    `clean` counts those that are right when they are left alone; `norm` and `eps` are the threat model's.
-    `complete` is False when the time ran out before the suite was through; `escalated` says that doubt made the whole
-    of AutoAttack run on every robust sample; `protocol` that each attack was run on every sample, and nothing else.
+    `clean` counts the samples that are right without an attack. `norm` and `eps` belong to the threat model. `complete`
+    is False if the time ran out before the end of the suite. `escalated` is True if a raised flag made the escalation
+    stages run on every robust sample. `protocol` is True if the suite is a protocol. Printed, a verdict has at most
+    three lines.
     """
 
     correct: int
@@ -147,7 +150,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """Its trust in a word or two. Of given attacks nobody asked whether they work, so they give a bound."""
+        """The trust in one or two words. A protocol does not check whether its attacks work, so it gives a bound."""
         return "upper bound" if self.protocol and self.trust == "sound" else self.trust
 
     def __str__(self) -> str:
@@ -161,7 +164,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """What one stage of a suite did: how many samples it attacked and broke, and its passes through the model."""
+    """What one stage of a suite did: how many samples it attacked and broke, and its passes."""
 
     name: str
     settings: dict[str, Any]
@@ -176,7 +179,7 @@ class StageRecord:
 def scores_of(
     stages: Sequence[StageRecord], total: int, *, clean: int, robust: int, clean_seconds: float | None
 ) -> tuple[Score, ...]:
-    """Clean, after each stage (in a protocol: under each attack), and the worst case."""
+    """The scores: clean, after each stage (in a protocol: under each attack), and the worst case."""
     return (
         Score(name="clean", settings={}, correct=clean, total=total, seconds=clean_seconds),
         *(
@@ -188,18 +191,17 @@ def scores_of(
 
 
 def seconds_of(stages: Sequence[StageRecord]) -> float | None:
-    """How long all stages took; None if that is not known of each."""
+    """The seconds of all stages together. None if the time of any stage is not known."""
     known = [stage.seconds for stage in stages if stage.seconds is not None]
     return sum(known) if len(known) == len(stages) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One model, one dataset, one threat model: scores, accuracy against eps, a gallery, and all that is needed to
-    read the numbers (settings, seed, count, versions).
+    """The results for one model on one dataset under one threat model, with the settings behind the numbers.
 
-    Also the verdict, the stages, the robust samples' smallest margins, and by class how many samples were `right` when
-    left alone and what they were taken for under attack (`confusion`: rows are true classes, columns answers).
+    `margins` are the smallest margins of the robust samples. `right` counts, for each class, the samples that are right
+    without an attack. `confusion` counts the model's answers under attack: rows are true classes, columns are answers.
     """
 
     model: str
@@ -234,9 +236,9 @@ class Evaluation:
     def load(cls, path: Path | str) -> Evaluation:
         """The evaluation whose evidence is in the folder `path`.
 
-        Of a run's folder it is the evidence in ``verdict``, or else in ``attacks``.
-        Evidence that was changed after it was written is refused. `verify` looks closer.
+        For the folder of a run, it is the evidence in ``verdict``, or else in ``attacks``. Changed files are refused.
+        `verify` also checks the claims.
         """
-        from steelman.evidence.rebuild import evaluation_of  # evidence is made of these records
+        from steelman.evidence.rebuild import evaluation_of  # at the top of the file, this import would be a cycle
 
         return evaluation_of(Path(path))

@@ -1,4 +1,4 @@
-"""Running a suite: stage by stage, each on the samples that are its own, batch by batch, every point checked."""
+"""Runs a suite: each stage on its own samples, batch by batch. Every point is checked."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from steelman.losses import magnitude, margin
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-JUDGED = 32  # points that a CPU judges at once
+JUDGED = 32  # points in one forward of `answers` on a CPU
 
 
 @dataclasses.dataclass
 class Runner:
-    """One suite on one model: what is known of each sample, and what each stage did."""
+    """One suite on one model: the ledger of the samples, and a record of each stage."""
 
     model: nn.Module
     source: Source
@@ -39,22 +39,22 @@ class Runner:
     device: torch.device
     batch_size: int
     work: Work
-    tell: Callable[[str, int, int], None]  # what is being done, how much of it is, and how much there is
+    tell: Callable[[str, int, int], None]  # tell(what, done, total) shows progress
 
     def __post_init__(self) -> None:
         dtype = as_model(self.model, torch.zeros(1), torch.device("cpu")).dtype
         self.ledger = Ledger(self.work.folder, self.total, self.source.shape, dtype)
         self.records: list[StageRecord] = []
-        # As they are before they run: an attack of the caller's may keep notes in itself.
+        # Described before they run: an attack from outside may change its own attributes while it runs.
         self.described = [stage.described() for stage in self.suite.stages]
         self.outside: dict[str, int] = {}
         self.refuted: dict[str, int] = {}
         self.nonfinite = 0
-        self.unclear = torch.zeros(self.total, dtype=torch.bool)  # who was wrong somewhere by no more than roundings
+        self.unclear = torch.zeros(self.total, dtype=torch.bool)  # samples that a point broke, but only by a rounding
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
-        self.advanced = False  # whether this call has attacked a batch: however little time, it gets on by one
-        self.cut: dict[str, tuple[int, int]] = {}  # what the time cut short: how many of its samples it had
+        self.advanced = False  # True after the first new batch; until then, the time limit stops nothing
+        self.cut: dict[str, tuple[int, int]] = {}  # stage: (samples attacked, samples planned), where the time ran out
         self.watched: Tensor | None = None  # the sentinel's samples
 
     @property
@@ -64,7 +64,7 @@ class Runner:
     # Before the attacks.
 
     def clean(self) -> None:
-        """The model's answers to the images as they are."""
+        """Enter the model's answers to the clean images into the ledger."""
         self._same_data()
         ledger = self.ledger
         for rows, part in self.batches("clean", torch.arange(self.total), self._look):
@@ -77,7 +77,7 @@ class Runner:
             self.tell("clean", int(rows[-1]) + 1, self.total)
 
     def _same_data(self) -> None:
-        """What a run that was interrupted has looked at must be what is there now."""
+        """Refuse to continue an interrupted evaluation if the data or the model's answers have changed."""
         parts = dict(enumerate(self.parts(torch.arange(self.total))))
         done = {f"clean-{batch:05d}": part for batch, part in parts.items() if self.work.has(f"clean-{batch:05d}")}
         for name, (x, y, rows) in zip(done, stream(self.source, list(done.values()), None), strict=True):
@@ -103,14 +103,14 @@ class Runner:
         }
 
     def pilot(self) -> Tensor:
-        """A few samples that the model gets right, drawn whatever their place in the data."""
+        """A few samples that the model gets right. The draw does not depend on the order of the data."""
         rows = self.ledger.right.nonzero()[:, 0]
         return self._drawn(rows, "pilot")[: pilot_size(self.total)].sort().values
 
     # The attacks.
 
     def stages(self, findings: Findings, deadline: float | None, doubtful: Callable[[], bool]) -> None:
-        """Every stage in turn, until the time has run out; those kept for doubt run if there is any."""
+        """Run the stages in order, until the time runs out. Escalation stages only run if `doubtful()` is true."""
         self.complete = findings.cut is None or self.suite.protocol
         for number, stage in enumerate(self.suite.stages):
             if stage.role == "pilot":
@@ -121,13 +121,13 @@ class Runner:
                 self.complete = self._stage(number, stage, findings.question, deadline)
 
     def _wanted(self, stage: Stage, doubtful: Callable[[], bool]) -> bool:
-        """Whether a stage runs at all: once there is doubt, every escalation does."""
+        """Whether a stage runs. After the first doubt, every escalation stage runs."""
         if stage.role == "escalation":
             self.escalated = self.escalated or doubtful()
         return stage.role != "escalation" or self.escalated
 
     def _stage(self, number: int, stage: Stage, question: str, deadline: float | None) -> bool:
-        """One stage on its samples; False if the time ran out."""
+        """Run one stage on its samples. Returns False if the time ran out."""
         rows, done = self._whom(stage), 0
         attack, copies = functools.partial(self._attack, stage), getattr(stage.attack, "copies", 1)
         parts = self.batches(f"{number:02d}{question}", rows, attack, deadline, most=self.batch_size // copies)
@@ -141,7 +141,7 @@ class Runner:
         return done == len(rows)
 
     def take(self, number: int, part: dict[str, Tensor] | None = None) -> None:
-        """Enter what a stage made of some samples; without any, that it began."""
+        """Enter a stage's result for one batch into ledger and records. Without a batch, enter that the stage began."""
         stage, ledger = self.suite.stages[number], self.ledger
         if not self.records or self.records[-1].name != stage.name:
             left = ledger.right if self.suite.protocol else ledger.robust
@@ -178,7 +178,7 @@ class Runner:
         )
 
     def _whom(self, stage: Stage) -> Tensor:
-        """The samples that are a stage's own, in their order."""
+        """The samples that a stage attacks, in rising order."""
         ledger = self.ledger
         if self.suite.protocol:
             return ledger.right.nonzero()[:, 0]
@@ -189,18 +189,18 @@ class Runner:
             return self.watched[ledger.robust[self.watched]].sort().values
         if stage.share >= 1:
             return rows
-        # Of equal margins, chance decides, and not the order of the data.
+        # Without this draw, the order of the data would decide among samples of equal margin.
         rows = self._drawn(rows, "ties")
         nearest = ledger.margin[rows].argsort(stable=True)[: math.ceil(stage.share * len(rows))]
         return rows[nearest].sort().values
 
     def _attack(self, stage: Stage, x: Tensor, y: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """What an attack leaves of some samples: no point counts that breaks a rule."""
+        """Attack one batch, and return the judged result."""
         if not torch.equal(digests(x, y), self.ledger.digest[rows]):
             raise UserError("the data have changed since this evaluation began")
         key, index, attack = self.key.fold(stage.name), self.index(rows), stage.attack
         started = time.perf_counter()
-        given = x.clone(), y.clone()  # an attack that works in place must not move what it is judged by
+        given = x.clone(), y.clone()  # an attack that changes its input in place must not change these
         counts, claimed = torch.zeros(2, len(rows), dtype=torch.int64), torch.zeros_like(y, dtype=torch.bool)
         if isinstance(attack, Search):
             start = self.ledger.points(rows, x) if stage.warm else None
@@ -223,19 +223,22 @@ class Runner:
         counts: Tensor,
         seconds: float,
     ) -> dict[str, Tensor]:
-        """What counts of an attack's points, of which it `claimed` that some break their samples."""
+        """Check the points of an attack, and return what counts.
+
+        `claimed` are the samples that the attack itself reports as broken. `counts` are its forwards and backwards.
+        """
         if not isinstance(x_adv, Tensor) or x_adv.shape != x.shape:
             got = x_adv.shape if isinstance(x_adv, Tensor) else type(x_adv).__name__
             raise UserError(f"{name}: expected points of shape {x.shape}, got {got}")
         x_adv = x_adv.detach().to(x)
         inside = self.threat.contains(x_adv, x)
-        # A point outside may be anything, NaN included: the clean one takes its place.
+        # A point outside may even be NaN. The clean image takes its place.
         x_adv = torch.where(inside[:, None, None, None], x_adv, x)
         logits = self.answers(x_adv)
         finite = torch.isfinite(logits).all(dim=1)
         logits = torch.where(finite[:, None], logits, 0)
         lead = -margin(logits, y).double()
-        # By more than what sums differ by in another batch, or who checks it may find it right.
+        # Rounding differs from batch to batch. A lead within rounding might not be confirmed by `verify`.
         clear = lead < -16 * torch.finfo(logits.dtype).eps * magnitude(logits)
         return {
             "rows": rows,
@@ -253,10 +256,10 @@ class Runner:
             "seconds": torch.tensor(seconds),
         }
 
-    # What all of them need.
+    # Batches and answers.
 
     def parts(self, rows: Tensor, most: int | None = None) -> tuple[Tensor, ...]:
-        """Batches of `rows`, of `most` samples where that is less than the batch size."""
+        """Batches of `rows`. Their size is the batch size, or `most` if that is smaller."""
         size = self.batch_size if most is None else min(max(most, 1), self.batch_size)
         return torch.split(rows, size) if len(rows) else ()
 
@@ -275,7 +278,10 @@ class Runner:
         deadline: float | None = None,
         most: int | None = None,
     ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """What `compute` makes of (images, labels, rows), batch by batch, or made of them before an interruption."""
+        """(rows, result) for each batch, with the result of `compute(images, labels, rows)`.
+
+        A result that an interrupted call saved is read, not computed. The batches end when the time runs out.
+        """
         parts = dict(enumerate(self.parts(rows, most)))
         todo = [part for batch, part in parts.items() if not self.work.has(f"{name}-{batch:05d}")]
         images = stream(self.source, todo, None)
@@ -305,11 +311,12 @@ class Runner:
         return x, y.to(self.device)
 
     def answers(self, x: Tensor) -> Tensor:
-        """Logits in full precision, undisturbed."""
-        if len(x) == 0:  # many a model cannot take none
+        """The model's logits for `x`, in eval mode and full precision."""
+        if len(x) == 0:  # some models cannot take an empty batch
             return torch.empty(0, 2, device=x.device)
         with untouched(self.model), torch.no_grad():
-            reseed(self.model, self.key.fold("answers").integer())  # for a random model: the seed decides, nobody else
-            # On a CPU, what a larger batch computes leaves the caches.
+            # Without this seed, a random model would answer differently in a repeated run.
+            reseed(self.model, self.key.fold("answers").integer())
+            # A larger batch is slower on a CPU, because its values do not fit into the caches.
             parts = torch.split(x, JUDGED) if x.device.type == "cpu" else (x,)
             return torch.cat([logits_of(self.model, part) for part in parts])

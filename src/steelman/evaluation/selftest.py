@@ -1,5 +1,8 @@
-"""Before a verdict, the attacks prove themselves: on a linear model whose answer is known, and on the user's own model
-with a weakness planted in it. A suite that misses either says nothing of a model, and refuses."""
+"""The self-test: attacks must break two models with a known weakness before they judge a model.
+
+One is a linear model with a known boundary. The other is the user's model with a weakness planted in it. If an attack
+misses its test, a robust model could not be told from a failed attack. So the evaluation is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ from steelman.evaluation.stages import Suite
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-# At which part of the radius each kind of attack must find the boundary. Random search needs it far nearer than who has
-# a gradient, and most of all in l2, where each guess moves a few pixels far.
+# The boundary that an attack must find is at this share of the radius. Random search needs a nearer boundary than a
+# gradient attack. In l2 it needs the nearest, because each guess moves a few pixels far.
 SPARE_WHITE, SPARE_BLACK, SPARE_BLACK_L2 = 0.9, 0.4, 0.1
-PLANTS = 4  # samples, for a random search may be unlucky with one
-LINES = 4  # classes of the linear model at most: as many as any loss asks for, and each more costs an attack by targets
+PLANTS = 4  # samples in a test: chance may let an attack miss one of them
+LINES = 4  # the most classes of the linear model: all that any loss needs. More would make targeted attacks slower.
 
 
 class Line(nn.Module):
-    """Two classes, or more whose logits are never the largest: z_1 - z_0 = (w . (x - centre)) / ||w||_q - distance.
+    """A linear model: z_0 = 0, z_1 = w . (x - centre) / distance - 1, and z_k = z_1 - 3 for all other classes.
 
-    From the centre the boundary is exactly `distance` away in the norm p. The weights are of one size and of random
-    sign; of one sign if `plain`, for a random search of a few hundred guesses learns no thousand signs.
+    ||w||_q = 1, so the boundary is exactly `distance` away from the centre in the norm p. All weights have the same
+    size. Their signs are random. With `plain` all signs are positive: a random search of a few hundred guesses cannot
+    learn thousands of signs.
     """
 
     def __init__(self, centre: Tensor, distance: float, classes: int, p: float, *, plain: bool = False) -> None:
@@ -47,16 +51,19 @@ class Line(nn.Module):
 
 
 class Planted(nn.Module):
-    """A model with a weakness: towards `direction`, a wrong class of `seed` overtakes all others well before eps."""
+    """A model with a planted weakness near the image `seed`.
+
+    On the way from `seed` along `direction`, a wrong class gets the largest logit well before eps.
+    """
 
     def __init__(self, model: nn.Module, seed: Tensor, label: int, threat: ThreatModel) -> None:
         super().__init__()
         self.model, self.seed = model, seed
         middle = (threat.low + threat.high) / 2
-        self.direction = torch.where(seed < middle, 1.0, -1.0).to(seed)  # where there is room to go
+        self.direction = torch.where(seed < middle, 1.0, -1.0).to(seed)  # away from the nearer end of the range
         size = float(torch.linalg.vector_norm(self.direction.flatten(), ord=_dual(threat.p)))
         self.reach = reach(threat, seed.numel()) * size
-        # The whole way to where it is widest open: a model may be louder there than at the image.
+        # The gain must exceed the spread of the logits everywhere on the way, and not only at the image.
         way = torch.linspace(0, 1, 5, device=seed.device, dtype=seed.dtype).view(-1, 1, 1, 1)
         there = threat.project((seed + reach(threat, seed.numel()) * self.direction)[None], seed[None])
         with untouched(model), torch.no_grad():
@@ -76,7 +83,7 @@ class Planted(nn.Module):
 
 
 def reach(threat: ThreatModel, pixels: int) -> float:
-    """The radius that is left to an image in the middle of the box."""
+    """The radius that the box leaves to an image in its middle: at most eps."""
     half = (threat.high - threat.low) / 2 * pixels ** (1 / threat.p)
     return float(min(threat.eps, half))
 
@@ -84,7 +91,7 @@ def reach(threat: ThreatModel, pixels: int) -> float:
 def self_test(
     suite: Suite, model: nn.Module, source: Source, threat: ThreatModel, classes: int, device: torch.device
 ) -> None:
-    """Refuse a suite whose attacks miss what is there."""
+    """Refuse a suite if an attack misses the linear model, or if its first gradient attack misses the weakness."""
     first = as_model(model, source.images(torch.arange(min(PLANTS, len(source)))), device)
     centre = torch.full_like(first[0], (threat.low + threat.high) / 2)
     x, y = centre.repeat(PLANTS, 1, 1, 1), torch.zeros(PLANTS, dtype=torch.int64, device=device)
@@ -110,8 +117,10 @@ def self_test(
 
 
 def _planted(attack: Attack, model: nn.Module, seeds: Tensor, threat: ThreatModel) -> None:
-    """An attack on the model with a weakness near one image. One of a few is enough: on a rough model a single attack
-    may be unlucky, on all of them it is not."""
+    """Refuse an attack that finds no planted weakness in any of a few models, one for each image in `seeds`.
+
+    One found weakness is enough. On a rough model, a working attack may miss one, but hardly all of them.
+    """
     for seed in seeds:
         with untouched(model), torch.no_grad():
             label = logits_of(model, seed[None]).argmax(dim=1)
@@ -137,7 +146,7 @@ def _check_gradient(model: nn.Module, x: Tensor) -> None:
 
 
 def _breaks(attack: Attack, model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel) -> Tensor:
-    """Where the attack's points break their samples inside the threat model; its own word does not count."""
+    """Which samples the attack breaks, by a point inside the threat model that the model gets wrong."""
     x_adv = attack(model, x.clone(), y.clone(), threat)
     if x_adv.shape != x.shape:
         return torch.zeros(len(x), dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""What a suite is made of: stages, each an attack and the samples that are its own.
+"""Suites and their stages. A stage is an attack, and a rule that chooses the samples for it.
 
-A *cascade* attacks ever fewer samples with ever dearer attacks: each stage takes the robust samples that came nearest
-to being broken. A *protocol* attacks every sample with each attack, as a paper's table has it.
+In a *cascade*, later stages are more expensive and get fewer samples: robust ones with the smallest margins. In a
+*protocol*, each attack gets every sample that the model gets right, as in a paper's table.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from steelman.errors import UserError, unknown
 from steelman.evaluation.result import Role
 
 PRECISIONS = ("auto", "full", "bfloat16")
-RESERVED = {"clean", "worst case"}  # the scores that are no attack's
+RESERVED = {"clean", "worst case"}  # names of scores that do not belong to an attack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One attack of a suite, and whom it attacks.
+    """One attack of a suite, and the samples that it gets.
 
-    `share` is the share of the robust samples that it is given, those with the smallest margin so far; `warm` begins at
-    each sample's best point so far. `precision` is what its search runs in, where machine and model are up to it; what
-    it finds is judged in full.
+    `share` is the share of the robust samples that the stage attacks: those with the smallest margins so far. With
+    `warm`, the attack starts from each sample's best point so far. `precision` is the precision of the search, if
+    device and model allow it. Points are judged in full precision.
 
-    `role` is what the stage is for. An "attack" breaks what it can. The "pilot" is what was broken while flags and
-    curve were measured; it comes first. A "sentinel" is given its share whatever the margins, to find out whether the
-    stages before it missed something. An "escalation" runs only when there is reason to doubt.
+    `role` is the purpose of the stage. An "attack" breaks samples. The "pilot" comes first, and counts the samples that
+    broke while flags and curve were measured. A "sentinel" gets its share at random, whatever the margins, and shows
+    whether the stages before it missed samples. An "escalation" runs only if a flag is raised.
     """
 
     name: str
@@ -57,19 +57,19 @@ class Stage:
             raise UserError(f"{self.name}: {type(self.attack).__name__} cannot begin from given points")
 
     def described(self) -> dict[str, Any]:
-        """Its attack's settings as plain values, and what the search runs in if that is not full precision."""
+        """The attack's settings as plain values, with the precision of the search if it is not full."""
         reduced = {} if self.precision == "full" else {"precision": self.precision}
         return {**describe(self.attack), **reduced}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Stages in their order; in a `protocol` each attacks every sample, else those that the stages before left.
+    """Stages in their order. In a `protocol` each attacks every sample, else samples that earlier stages did not break.
 
-    `precision` is what the coarse searches run in: "auto" takes bfloat16 where machine and model are up to it.
-    `surrogates` are other models for the same task. Points made for them are tried too, to see whether the model's own
-    gradients mislead. `curve` measures accuracy against the radius; `gallery` is how many samples are kept to look at.
-    A model with more outputs than the data have classes is refused without `more_outputs`.
+    `precision` is the precision of the coarse searches: "auto" is bfloat16 if device and model allow it. `surrogates`
+    are other models for the same task. Their adversarial points are tried on the model, to find misleading gradients.
+    `curve` switches the curve on. `gallery` is the number of samples in the gallery. A model with more outputs than the
+    data have classes is refused without `more_outputs`.
     """
 
     name: str
@@ -102,13 +102,13 @@ class Suite:
 
 
 def protocol(attacks: Mapping[str, Attack], name: str = "custom", **changes: Any) -> Suite:
-    """Each attack on every sample; `changes` are further fields of the suite."""
+    """A suite that runs each attack on every sample. `changes` sets further fields of the suite."""
     stages = tuple(Stage(name=label, attack=attack) for label, attack in attacks.items())
     return Suite(name=name, stages=stages, protocol=True, **changes)
 
 
 def whole(name: str, value: int, least: int | None = None) -> int:
-    """A whole number of any kind as Python's own, for it is written down."""
+    """A whole number of any type as a Python int, which JSON can hold. A number below `least` is refused."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -119,13 +119,13 @@ def whole(name: str, value: int, least: int | None = None) -> int:
 
 
 def describe(attack: Attack) -> dict[str, Any]:
-    """An attack's settings as plain values; those of an attack that it is put around are under `inner`.
+    """An attack's settings as plain values. If it contains another attack, those settings are under `inner`.
 
-    Of a function or an object that is no settings class, what can be told: a function's body and what it encloses, an
-    object's attributes. Another value of these is another attack.
+    For a function, the values are a hash of its code, and the variables that it encloses. For an object of another
+    class, they are its attributes. Attacks that differ in these values count as different attacks.
     """
     anything: Any = attack
-    if isinstance(anything, types.FunctionType):  # its name says little; another body is another attack
+    if isinstance(anything, types.FunctionType):  # two functions with one name may have different bodies
         code = hashlib.sha256(marshal.dumps(anything.__code__)).hexdigest()[:16]
         cells = [_content(cell) for cell in anything.__closure__ or ()]
         held = {**dict(zip(anything.__code__.co_freevars, cells, strict=True)), **(anything.__kwdefaults__ or {})}
@@ -146,12 +146,12 @@ def describe(attack: Attack) -> dict[str, Any]:
 
 
 def _held(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function or an object has in it, under `values`; nothing of nothing."""
+    """The values as plain values under the key `values`; an empty dict for none."""
     return {"values": {name: _plain(value) for name, value in values.items()}} if values else {}
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be written down, or its text; of an object without one, its type."""
+    """A plain value itself, else its text. If the text holds a memory address, the name of its type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return type(value).__name__ if " at 0x" in str(value) else str(value)
@@ -160,5 +160,5 @@ def _plain(value: Any) -> Any:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the variable has no value yet
         return None

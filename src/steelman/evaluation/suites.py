@@ -1,4 +1,4 @@
-"""Suites by name. To add one: a function here or in protocols.py, and a line in SUITES."""
+"""Suites by name. To add one, write a function here, and add a line to SUITES. Protocols are in protocols.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from steelman.evaluation.protocols import PROTOCOLS, autoattack
 from steelman.evaluation.stages import Stage, Suite, protocol
 from steelman.threat import ThreatModel
 
-AHEAD = 8  # squares that the sentinel asks about at once
+AHEAD = 8  # squares of one sample that the sentinel's Square tries in one batch
 PILOT = Stage(name="pilot", attack=Pilot(), role="pilot")
 
 
 def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: float) -> Suite:
-    """The stages that know the norm; then AutoAttack's own attacks, on a few and, when there is doubt, on all."""
+    """The given stages that work in the norm, then AutoAttack's attacks: as sentinels, and as escalations."""
     known = [stage for stage in stages if threat.norm in getattr(stage.attack, "norms", (threat.norm,))]
     official = autoattack(threat)
     watch = [
@@ -30,20 +30,22 @@ def _cascade(name: str, threat: ThreatModel, stages: list[Stage], sentinel: floa
 
 
 def _for_few(attack: Any) -> Search:
-    """The same attack in fewer and larger batches, as suits the sentinel's few samples."""
+    """The same attack in fewer and larger batches. With few samples, this is faster."""
     changes = {name: value for name, value in (("together", True), ("ahead", AHEAD)) if hasattr(attack, name)}
     suited: Search = dataclasses.replace(attack, **changes)
     return suited
 
 
 def _climb(threat: ThreatModel, name: str = "pgd", **options: Any) -> Search:
-    """Steps that shrink from eps to a tenth of it along a cosine."""
+    """A gradient attack with steps that shrink from eps to a tenth of eps along a cosine."""
     return ATTACKS[name](step_size=threat.eps or None, decay=0.1, **options)
 
 
 def _nearest(threat: ThreatModel, steps: int, start: str = "uniform") -> Search:
-    """Steps towards the three classes whose boundaries are nearest, of the nine of highest logit, which are
-    AutoAttack's."""
+    """Steps towards the three classes with the nearest boundaries.
+
+    They are chosen from the nine wrong classes with the highest logits. AutoAttack attacks all of these nine.
+    """
     return _climb(threat, "multi-targeted", steps=steps, targets=3, candidates=9, start=start)
 
 
@@ -52,22 +54,22 @@ def _restarts(threat: ThreatModel, steps: int, loss: str) -> Search:
 
 
 def _coarse(name: str, attack: Search, share: float = 1.0) -> Stage:
-    """A stage of large steps, for which bfloat16 is good enough; fine work near the boundary is not for it."""
+    """A stage that searches in bfloat16: exact enough for large steps, but not for small steps near the boundary."""
     return Stage(name=name, attack=attack, share=share, precision="bfloat16")
 
 
 def _squares(queries: int, ahead: int) -> Search:
-    """Small squares from the start: what is left to do at a point that gradients have found is fine work."""
+    """Square with small squares from the start, because it begins near the boundary, at points of other attacks."""
     return ATTACKS["square"](queries=queries, p=0.05, ahead=ahead, resign=True)
 
 
 def _first(threat: ThreatModel) -> list[Stage]:
-    """What both profiles begin with."""
+    """The first stages of `fast` and `standard`."""
     return [
         _coarse("cross-entropy", _climb(threat, steps=7, loss="scale-invariant-cross-entropy")),
         _coarse("margin", _climb(threat, steps=10, loss="probability-margin")),
-        # An attack without a target climbs towards the class of highest logit; what is left may be broken towards one
-        # whose boundary is nearer, however far its logit, and however large the sample's margin.
+        # An untargeted attack moves towards the class with the highest logit. Another class may have a nearer boundary,
+        # even if its logit is lower, and even for a sample with a large margin. So this stage gets all samples.
         _coarse("short targets", _nearest(threat, steps=5)),
         _coarse("targets", _nearest(threat, steps=25), share=0.25),
         _coarse("diversified", _restarts(threat, 20, "probability-margin"), share=0.12),
@@ -80,15 +82,15 @@ def _first(threat: ThreatModel) -> list[Stage]:
 
 
 def fast(threat: ThreatModel) -> Suite:
-    """Gradient attacks for all, ever dearer ones for the smallest margins; AutoAttack's on one robust sample in 250."""
+    """Attacks on all samples, longer ones on the smallest margins, AutoAttack on one robust sample in 250."""
     return _cascade("fast", threat, _first(threat), sentinel=0.004)
 
 
 def standard(threat: ThreatModel) -> Suite:
-    """`fast`, then other starts, longer climbs and more queries for the smallest margins; AutoAttack's on one robust
-    sample in 50.
+    """`fast`, then other starts, longer attacks and more queries, AutoAttack on one robust sample in 50.
 
-    Shares and budgets of both were chosen on training images of two small models (MNIST, CIFAR-10).
+    The shares and budgets of `fast` and `standard` were chosen on training images, with two small models (MNIST,
+    CIFAR-10).
     """
     more = [
         _coarse("other starts", _nearest(threat, steps=10, start="diversified"), share=0.5),
@@ -100,7 +102,7 @@ def standard(threat: ThreatModel) -> Suite:
 
 
 def full(threat: ThreatModel) -> Suite:
-    """The components and budgets of AutoAttack standard, each on the samples that the ones before left."""
+    """The attacks and budgets of AutoAttack standard, each on the samples that the earlier ones did not break."""
     return Suite(name="full", stages=(PILOT, *autoattack(threat)))
 
 
@@ -108,7 +110,7 @@ SUITES: dict[str, Callable[[ThreatModel], Suite]] = {"fast": fast, "standard": s
 
 
 def suite_named(name: str, threat: ThreatModel, **changes: Any) -> Suite:
-    """The suite called `name`, made for a threat model; `changes` are fields that it has otherwise.
+    """The suite called `name`, for a threat model. `changes` sets fields to other values.
 
     >>> suite_named("fast", ThreatModel(eps=0.1), precision="full").precision
     'full'
@@ -119,7 +121,7 @@ def suite_named(name: str, threat: ThreatModel, **changes: Any) -> Suite:
 
 
 def suite_of(suite: str | Suite | Mapping[str, Attack], threat: ThreatModel, **changes: Any) -> Suite:
-    """A suite by its name, or of attacks by label, or as it is; `changes` are fields that it has otherwise."""
+    """The suite itself, the suite of this name, or a protocol of attacks by label. `changes` sets other fields."""
     if isinstance(suite, str):
         return suite_named(suite, threat, **changes)
     if isinstance(suite, Mapping):

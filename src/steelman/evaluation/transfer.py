@@ -1,4 +1,4 @@
-"""Transfer: craft points on one model, score them on another. No attack's word is taken for its points here either."""
+"""Transfer: craft points on one model, and score them on another. Every point is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from steelman.progress import Ticker
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-# As published (PGD-20 and MIM-20), and to the last step: see `transfer`.
+# The published attacks, but each keeps its last point: see `transfer`.
 TRANSFER_ATTACKS: dict[str, Attack] = {
     "PGD-20": PGD(steps=20, keep="last"),
     "MIM-20": PGD(steps=20, start="zero", momentum=1.0, keep="last"),
@@ -40,11 +40,11 @@ TRANSFER_ATTACKS: dict[str, Attack] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """How one target fares on the points crafted on one source.
+    """The counts of one target on the points crafted on one source.
 
-    `clean` counts the samples that the target gets right, and `correct` those that it still gets right at the crafted
-    point. Accuracy is correct / total, so it never exceeds the clean accuracy; the attack's success rate is
-    (clean - correct) / clean.
+    `clean` counts the samples that the target gets right. `correct` counts those of them that it also gets right at the
+    crafted point. The accuracy is correct / total, so it never exceeds the clean accuracy. The success rate of the
+    attack is (clean - correct) / clean.
     """
 
     source: str
@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def success(self) -> float | None:
-        """The share of broken ones among those that the target got right; None where it got none right."""
+        """The share of broken samples among those that the target got right. None if it got none right."""
         return (self.clean - self.correct) / self.clean if self.clean else None
 
     @property
@@ -75,10 +75,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A matrix of sources and targets, with all that is needed to read it (settings, seed, count, versions).
+    """A matrix of sources and targets, with settings, seed, number of samples and versions.
 
-    `clean` holds a score for each target, `cells` a cell for each source and target, source by source; `seconds` is
-    what crafting took on each source.
+    `clean` has a score for each target. `cells` has a cell for each source and target, source by source. `seconds` is
+    the time of crafting on each source.
     """
 
     data: str
@@ -106,9 +106,9 @@ class Transfer:
         return self.cells[self.sources.index(source) * len(self.targets) + self.targets.index(target)]
 
     def table(self) -> Table:
-        """Sources by targets: accuracy, and below it the success rate, each with its 95% interval, in percent."""
+        """A table of sources by targets: the accuracy and the success rate, each with its 95% interval, in percent."""
         table = Table(box=box.SIMPLE_HEAD, caption=Text(self._caption()), caption_justify="left")
-        # Text, not markup: a model may be called "[red]".
+        # Text, not markup: rich would not show a model called "[red]".
         table.add_column(Text("crafted on \\ scored on"), overflow="fold")
         for target in self.targets:
             table.add_column(Text(target), justify="right", min_width=len("88.9% [88.9, 93.1]"))
@@ -131,7 +131,7 @@ class Transfer:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; rates and intervals are there for the reader, and are computed anew from the counts."""
+        """The record as plain values, with rates and intervals added. `from_dict` computes these from the counts."""
         record = dataclasses.asdict(self)
         record["clean"] = [
             {**dataclasses.asdict(score), "accuracy": score.accuracy, "interval": list(score.interval)}
@@ -153,7 +153,7 @@ class Transfer:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Transfer:
-        """Read back what ``to_dict`` wrote."""
+        """The transfer in a record of ``to_dict``."""
         given = dict(record)
         try:
             for key in ("sources", "targets", "seconds", "notes"):
@@ -177,7 +177,7 @@ class Transfer:
 
     @classmethod
     def load(cls, folder: Path) -> Transfer:
-        """Read back what ``save`` wrote."""
+        """The transfer that ``save`` wrote into `folder`."""
         path = folder / "transfer.json"
         if not path.is_file():
             raise UserError(f"no transfer in {folder}: {path} is missing")
@@ -202,18 +202,18 @@ def transfer(
 ) -> Transfer:
     """Accuracy of every target t on points crafted on every source s: mean [f_t(x) = y and f_t(x*_s) = y].
 
-    The attack works on all samples, also those the source gets wrong already. Each point is checked for range and
-    radius, and each target asked in full precision; where a point breaks a rule, the clean image takes its place, and
-    a note says how many did. A sample that the target gets wrong without any attack counts as wrong, so a target's
-    clean accuracy bounds its column. A model that is both source and target is the white-box case.
+    The attack gets all samples, including those that the source gets wrong already. The range and the radius of each
+    point are checked. For a point that breaks a rule, the clean image is scored instead, and a note counts such points.
+    A sample that the target gets wrong without an attack counts as wrong. So a target's clean accuracy bounds its
+    column. A model that is both source and target is the white-box case.
 
-    An attack that stops at its first success on the source ends just past the source's boundary, and so transfers
-    badly. The default is therefore PGD-20 with ``keep="last"``: it climbs to the last step, by 2.5 eps / 20 each.
-    ``TRANSFER_ATTACKS["MIM-20"]`` is the other one of the papers. An attack that does stop early is noted.
+    An attack that stops at its first success ends just past the source's boundary. Such points transfer badly. So the
+    default is PGD-20 with ``keep="last"``: it runs all its steps, of size 2.5 eps / 20. The other published attack is
+    ``TRANSFER_ATTACKS["MIM-20"]``. A note says if an attack stops early.
 
-    Arguments: `sources` and `targets` are models by name, and None for `targets` means the sources; `data` is a source
-    of images, or images and labels. Noise depends on the seed and the sample alone, so all sources start from the same
-    points. The models are where the first of the sources is. In a block ``with showing(console)`` progress is shown.
+    Arguments: `sources` and `targets` are models by name. None for `targets` means the sources. `data` is a source of
+    images, or images and labels. Noise depends on the seed and the sample alone, so all sources start from the same
+    points. All models must be on the device of the first source. A block ``with showing(console)`` shows progress.
 
     >>> from steelman.heads import linear
     >>> nets = {name: nn.Sequential(nn.Flatten(), linear(4, 2)) for name in "ab"}
@@ -251,7 +251,7 @@ def transfer(
                 right_at[name] += int(right[name].sum())
             for origin, crafted_on in sources.items():
                 started = time.perf_counter()
-                # Clones: what the points are checked against is out of the attack's reach.
+                # Clones: an attack that changes its input in place would change the check of its own points.
                 x_adv = attack(crafted_on, x.clone(), y.clone(), threat, index=index.clone(), key=key)
                 crafting[origin] += time.perf_counter() - started
                 if x_adv.shape != x.shape:
@@ -267,7 +267,7 @@ def transfer(
     notes = [
         f"{name}: {count} points outside the threat model were not counted" for name, count in outside.items() if count
     ]
-    within = getattr(attack, "attack", attack)  # an attack around another, such as EOT, ends where that one does
+    within = getattr(attack, "attack", attack)  # EOT holds another attack, which decides when to stop
     if isinstance(within, Search) and getattr(within, "keep", None) != "last":
         notes.append(
             "this attack stops at its first success on the source, so its points transfer less than they could"
@@ -298,7 +298,7 @@ def transfer(
 
 
 def _check_alike(models: Mapping[str, nn.Module], source: Source, threat: ThreatModel, device: torch.device) -> None:
-    """Refuse models that do not take these images, or do not know the same number of classes."""
+    """Refuse models that cannot take these images, and models with different numbers of classes."""
     classes = {}
     for name, model in models.items():
         with _about(name):
@@ -318,7 +318,7 @@ def _right(name: str, model: nn.Module, x: Tensor, y: Tensor, what: str) -> Tens
 
 @contextlib.contextmanager
 def _about(name: str) -> Iterator[None]:
-    """Of several models, a mistake names the one it is about."""
+    """Put the name of a model before the message of any error in this block."""
     try:
         yield
     except UserError as error:
@@ -326,7 +326,7 @@ def _about(name: str) -> Iterator[None]:
 
 
 def _fields(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a record that are fields; the others were derived from them."""
+    """The values of a record that are fields of `kind`. The other values were computed from these."""
     return {field.name: record[field.name] for field in dataclasses.fields(kind)}
 
 

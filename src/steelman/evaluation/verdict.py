@@ -1,4 +1,4 @@
-"""What a suite's run comes to: doubts, the verdict, scores, notes and examples."""
+"""The results of a suite's run: flags of the stages, verdict, scores, notes and gallery."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from steelman.evaluation.result import Example, Flag, Score, Trust, Verdict, sco
 from steelman.evaluation.runner import Runner
 from steelman.evidence.ledger import pilot_size
 
-# What targeted attacks may break that untargeted ones left, before somebody should ask why.
+# The limit for the share of all samples that only targeted attacks break.
 TARGETED_AHEAD = 0.1
-# What an attack may lose by points that break a rule, before its silence says nothing.
+# The limit for an attack's share of points outside the threat model. Above it, its failures mean nothing.
 OUTSIDE = 0.05
-# What an attack may take for a success and full precision does not, before one doubts that both saw one model.
+# The limit for an attack's share of successes that full precision refutes. Above it, the model's answers change.
 REFUTED = 0.05
-# What the attacks that flags are measured with may break and a suite without a pilot leave.
+# The limit for the share of samples that the pilot's attacks break, and a suite without a pilot stage does not.
 PILOT_AHEAD = 0.05
-# How many samples may be wrong by no more than roundings, before one doubts what roundings are measured by.
+# The limit for the share of samples that are wrong only within rounding. Above it, the bound on rounding is in doubt.
 UNCLEAR = 0.05
-# From which share of its answers on a model has collapsed onto one class, how far that must be from the class's share
-# of the data, and of how many images: a few may well be alike.
+# A model has collapsed if it gives one class to at least COLLAPSE of the images. The class's share of the data must be
+# lower by COLLAPSE_AHEAD. There must be COLLAPSE_SEEN images: a few images may have one class by chance.
 COLLAPSE, COLLAPSE_AHEAD, COLLAPSE_SEEN = 0.95, 0.2, 20
 
 
 def verdict_of(run: Runner, findings: Findings, names: Sequence[str], *, random: bool) -> Verdict:
-    """What may be believed: the worst that any raised flag leaves."""
+    """The verdict. Its trust is the lowest that any raised flag leaves."""
     order, flags = list(get_args(Trust)), (*findings.flags, *doubts(run, findings))
     raised = [one for one in flags if one.raised]
     unsure = random or not run.complete
@@ -60,7 +60,7 @@ def verdict_of(run: Runner, findings: Findings, names: Sequence[str], *, random:
 
 
 def collapsed(run: Runner, names: Sequence[str]) -> str:
-    """A sentence on a model that answers almost every image with one class, though the data do not; else nothing."""
+    """A sentence if the model gives one class to almost every image, but the data do not. Else an empty text."""
     answers, labels = (torch.bincount(column, minlength=len(names)) for column in (run.ledger.clean, run.ledger.label))
     most = int(answers.argmax())
     share, expected = int(answers[most]) / run.total, int(labels[most]) / run.total
@@ -70,12 +70,12 @@ def collapsed(run: Runner, names: Sequence[str]) -> str:
 
 
 def doubtful(run: Runner, findings: Findings) -> bool:
-    """Whether any flag is raised by now."""
+    """Whether any flag is raised so far."""
     return any(one.raised for one in (*findings.flags, *doubts(run, findings)))
 
 
 def doubts(run: Runner, findings: Findings) -> list[Flag]:
-    """The flags that only the stages can raise."""
+    """The flags that come from the stages, not from the pilot."""
     found = []
     sentinels = {stage.name for stage in run.suite.stages if stage.role == "sentinel"}
     watch = [record for record in run.records if record.name in sentinels]
@@ -118,7 +118,7 @@ def doubts(run: Runner, findings: Findings) -> list[Flag]:
                 )
             )
     targeted = [record.broken for record in run.records if record.settings["attack"] == "MultiTargeted"]
-    if targeted and not run.suite.protocol:  # whose attacks are not one another's rest
+    if targeted and not run.suite.protocol:  # in a protocol, targeted attacks also get samples that others broke
         share = sum(targeted) / max(run.total, 1)
         found.append(
             flag(
@@ -170,7 +170,7 @@ def doubts(run: Runner, findings: Findings) -> list[Flag]:
 
 
 def scores(run: Runner) -> tuple[Score, ...]:
-    """Clean, after each stage (in a protocol: under each attack), and the worst case."""
+    """The scores: clean, after each stage (in a protocol: under each attack), and the worst case."""
     return scores_of(
         run.records,
         run.total,
@@ -181,7 +181,7 @@ def scores(run: Runner) -> tuple[Score, ...]:
 
 
 def notes(run: Runner, findings: Findings) -> list[str]:
-    """What a reader should know besides."""
+    """Notes on points that were not counted, and on what the time cut short."""
     outside = [
         f"{name}: {count} points outside the threat model were not counted"
         for name, count in run.outside.items()
@@ -197,7 +197,7 @@ def notes(run: Runner, findings: Findings) -> list[str]:
 
 
 def examples(run: Runner, count: int) -> tuple[Example, ...]:
-    """The first samples that the model got right, each where it came nearest to being wrong, or was."""
+    """The gallery: the first samples that the model got right, each with its point of the smallest margin."""
     ledger, found = run.ledger, []
     for row in ledger.right.nonzero()[:count, 0].tolist():
         x, _ = run.images(torch.tensor([row]))

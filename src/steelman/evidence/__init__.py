@@ -1,1 +1,1 @@
-"""Evidence: what an evaluation leaves on disk, and how anybody checks it."""
+"""Evidence: the folder that an evaluation writes, and the code that checks it."""

@@ -1,12 +1,14 @@
-"""The evidence of an evaluation: a folder with every verdict, every adversarial image, and hashes of all they rest on.
+"""The evidence of an evaluation: a folder with the verdict, every adversarial image, and hashes.
 
-``evidence.json`` holds what is claimed (settings, counts, verdict) and the SHA-256 of the other files;
-``samples.safetensors`` a row a sample; ``adversarial-*.safetensors`` the images that broke the model;
-``gallery.safetensors`` a few samples to look at. ``seal`` is the hash of all of it. Nothing else records the
-evaluation. ``times.json`` is no evidence: the seal leaves it out, so that the same evaluation gives the same bytes.
+- ``evidence.json`` holds the claims (settings, counts, verdict), the SHA-256 of the other files, and the seal.
+- ``samples.safetensors`` has one row for each sample.
+- ``adversarial-*.safetensors`` holds the image that broke each broken sample.
+- ``gallery.safetensors`` holds the images of a few samples to look at.
+- ``times.json`` is not evidence. The seal leaves it out, so that the same evaluation gives the same evidence.
 
-The seal tells a copy from a changed one; it does not tell who made it. Who can write the folder can seal it anew, and
-then only `verify` with the model and the data can tell true from false. Publish the seal to be held to it.
+The seal is the SHA-256 of the claims in ``evidence.json``. It shows whether the evidence was changed. It does not show
+who made the evidence: anyone who can write the folder can change it, and compute a new seal. Only `verify` with the
+model and the data can find such a change. If the seal was published before, everyone can see that it differs.
 """
 
 from __future__ import annotations
@@ -32,21 +34,21 @@ from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
 from steelman.files import write_atomic
 from steelman.threat import ThreatModel
 
-SHARD, SHARD_BYTES = 512, 1 << 26  # adversarial images in a file, and what they may take
+SHARD, SHARD_BYTES = 512, 1 << 26  # the most adversarial images in a file, and the most bytes of them
 GALLERY, TIMES = "gallery.safetensors", "times.json"
 NAMES = re.compile(r"(samples|gallery|adversarial-\d{4,9})\.safetensors")
-PICTURES = ("clean", "adversarial")  # the images of each sample in a gallery
-OWN = "verdict"  # the folder of a run in which the evidence on its own model is
-GIVEN = "attacks"  # the folder of a run with the evidence of attacks that were given one by one
+PICTURES = ("clean", "adversarial")  # the two images of each sample in a gallery
+OWN = "verdict"  # the folder of a run with the evidence on its own model
+GIVEN = "attacks"  # the folder of a run with the evidence of attacks that the user chose one by one
 
 
 class DamagedError(UserError):
-    """The evidence is not what was written."""
+    """The evidence is damaged, was changed, or makes a false claim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Evidence as read: the claims, a row a sample, and where the images are."""
+    """Evidence in memory: the claims (`record`), and the columns of the samples. The images stay on disk."""
 
     folder: Path
     record: dict[str, Any]
@@ -58,11 +60,11 @@ class Bundle:
         return str(self.record["seal"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What is in one of its files; refused if it was changed since."""
+        """The tensors of one of its files. A changed file is refused."""
         return _tensors(self.folder / name, self.record["files"].get(name, ""))
 
     def images(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows, adversarial images), a file at a time, rows in rising order over all of them."""
+        """(rows, adversarial images) of each file. Over all files, the rows must rise."""
         last, shape, n = -1, None, len(self.samples["label"])
         for name in sorted(self.record["files"]):
             if not name.startswith("adversarial-"):
@@ -85,7 +87,7 @@ class Bundle:
 
 
 def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: Evaluation) -> str:
-    """Write the evidence of an evaluation into `folder`; its seal."""
+    """Write the evidence of an evaluation into `folder`, and return its seal."""
     files: dict[str, str] = {}
 
     def put(name: str, tensors: dict[str, Tensor]) -> None:
@@ -95,7 +97,7 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # That of an evaluation whose time ran out would not fit the files of the one that went on from it.
+        # An earlier call whose time ran out left this file. It would not fit the files below.
         (folder / "evidence.json").unlink(missing_ok=True)
         put("samples.safetensors", ledger.columns())
         broken = (ledger.broken_by >= 0).nonzero()[:, 0]
@@ -109,7 +111,7 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
                 name: torch.stack([getattr(one, name) for one in found.gallery]) for name in ("clean", "adversarial")
             }
             put(GALLERY, {"rows": rows, "tried": ledger.tried[rows], **images})
-        for path in folder.glob("*.safetensors"):  # of an evaluation whose time ran out, which broke more
+        for path in folder.glob("*.safetensors"):  # an earlier call whose time ran out may have left more files
             if NAMES.fullmatch(path.name) and path.name not in files:
                 path.unlink()
         record = {
@@ -124,12 +126,12 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         record["seal"] = seal_of(record)
         times = {"clean": found.score("clean").seconds, **{stage.name: stage.seconds for stage in found.stages}}
         write_atomic(folder / TIMES, json.dumps(times, indent=1).encode())
-        write_atomic(folder / "evidence.json", _text(record))  # last: who finds it finds all the rest
+        write_atomic(folder / "evidence.json", _text(record))  # last: where this file exists, all others are complete
     return str(record["seal"])
 
 
 def _claims(found: Evaluation) -> dict[str, Any]:
-    """What an evaluation says that neither its settings nor its samples say, as JSON has it."""
+    """The claims of an evaluation that are in neither its settings nor its samples, as plain JSON values."""
     assert found.verdict is not None
     said = {
         "classes": found.classes,
@@ -144,12 +146,12 @@ def _claims(found: Evaluation) -> dict[str, Any]:
 
 
 def _counts(stage: StageRecord) -> dict[str, Any]:
-    """What a stage did. What it was told to do is in the suite."""
+    """The counts of a stage. Its settings are in the suite, and its time is in ``times.json``."""
     return {name: value for name, value in vars(stage).items() if name not in ("settings", "seconds")}
 
 
 def bundle_at(path: Path) -> Path:
-    """The folder with the evidence: `path`, or for a run's folder its ``verdict``, or else its ``attacks``."""
+    """The folder with the evidence: `path`, or its folder ``verdict``, or else its folder ``attacks``."""
     for folder in (path, path / OWN, path / GIVEN):
         if (folder / "evidence.json").exists():
             return folder
@@ -161,13 +163,13 @@ def bundle_at(path: Path) -> Path:
 
 
 def finished(folder: Path) -> bool:
-    """Whether `folder` holds the evidence of an evaluation that has nothing left to do."""
-    # The folder of a run's batches goes last: while it is there, the run is not done.
+    """Whether `folder` holds the evidence of a finished evaluation."""
+    # An evaluation deletes the folder of its batches last, and only if it is complete.
     return (folder / "evidence.json").exists() and not (folder / "work").exists()
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read the evidence at `folder` back (see `bundle_at`); refuse any that was changed since."""
+    """Read the evidence at `folder` (see `bundle_at`). Changed evidence is refused."""
     folder = bundle_at(folder)
     path = folder / "evidence.json"
     try:
@@ -221,7 +223,7 @@ def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
 
 
 def seal_of(record: dict[str, Any]) -> str:
-    """The SHA-256 of the claims, which hold those of the files."""
+    """The SHA-256 of the claims. The claims hold the SHA-256 of each file, so the seal covers the files too."""
     content = {key: value for key, value in record.items() if key != "seal"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -231,7 +233,7 @@ def _text(record: dict[str, Any]) -> bytes:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """The SHA-256 of a model's weights and buffers, by name."""
+    """The SHA-256 of a model's weights and buffers, with their names."""
     found = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if isinstance(value, Tensor):
@@ -242,16 +244,16 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's weights are, or its buffers; the CPU for one that has none."""
+    """The device of a model's weights, or of its buffers. The CPU for a model without tensors."""
     return next((value.device for value in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def data_digest(digests: Tensor) -> str:
-    """The SHA-256 of the samples' own digests, in their order."""
+    """The SHA-256 of the digests of all samples, in their order."""
     return hashlib.sha256(digests.numpy().tobytes()).hexdigest()
 
 
-# What a verdict says that no count and no setting says.
+# The fields of a verdict that do not follow from counts or settings.
 _VERDICT = ("trust", "reasons", "flags", "complete", "escalated")
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
@@ -259,7 +261,7 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Part(pydantic.BaseModel):
-    # What nobody knows nobody checks: a claim under another name is refused.
+    # `verify` cannot check a field that it does not know. So unknown fields are refused.
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
@@ -311,7 +313,7 @@ class _Point(_Part):
 
 
 class Claims(_Part):
-    """All that ``evidence.json`` says."""
+    """The fields of ``evidence.json``."""
 
     format: int
     model: str

@@ -1,10 +1,11 @@
-"""Comparing verdicts: which model has more robust samples, of those that both were attacked on.
+"""Compares verdicts: which of two models has more robust samples, among the samples that both evaluations share.
 
-Two models on the same samples are compared pair by pair: only those samples tell them apart that are robust for one and
-not for the other. If neither model is the stronger, either side has such a sample with probability 1/2 (McNemar, 1947,
-"Note on the sampling error of the difference between correlated proportions or percentages", in its exact form). Of
-several tests some come out small by chance; Holm's correction (1979, "A simple sequentially rejective multiple test
-procedure") makes up for that.
+Only some samples tell two models apart: those that are robust for exactly one of them. If the models are equally
+robust, such a sample is robust for the first model with probability 1/2. This is McNemar's test, in its exact form.
+Among many tests, some p are small by chance. Holm's correction accounts for that.
+
+McNemar (1947), "Note on the sampling error of the difference between correlated proportions or percentages"; Holm
+(1979), "A simple sequentially rejective multiple test procedure".
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from steelman.evidence.ledger import ROBUST
 from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 
-LEVEL = 0.05  # a smaller p settles which of two is the stronger
+LEVEL = 0.05  # below this corrected p, one model counts as more robust than the other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One model's counts and how far they may be believed, as its evidence has them."""
+    """The counts and the trust of one model, from its evidence."""
 
     name: str
     clean: Score
@@ -44,17 +45,17 @@ class Measured:
 
     @property
     def word(self) -> str:
-        """Its trust in a word or two; of given attacks nobody asked whether they work, so they give a bound."""
+        """The trust in a few words. A protocol does not check whether its attacks work, so it gives a bound."""
         word = "upper bound" if self.protocol and self.trust == "sound" else self.trust
         return word if self.complete else f"{word}, not complete"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two models on the `common` samples: those that are robust for the first alone, for the second alone, for both.
+    """Two models on their `common` samples: how many are robust for both, for the first only, for the second only.
 
-    `p` is how often at least so uneven a split would come by chance; `corrected` is Holm's, over all pairs. `but` is
-    why nothing follows from it, where there is a reason.
+    `p` is the probability of a split at least as uneven, if the models were equally robust. `corrected` is Holm's p
+    over all pairs. `but` is a reason why nothing follows from p, or empty.
     """
 
     first: str
@@ -69,7 +70,7 @@ class Pair:
 
     @property
     def text(self) -> str:
-        """What follows, in a sentence."""
+        """The result in one sentence."""
         counts = (
             f"of {self.common} samples in common, {self.only_first} are robust for {self.first} alone, "
             f"{self.only_second} for {self.second} alone"
@@ -84,13 +85,13 @@ class Pair:
 
     @property
     def figures(self) -> str:
-        """p, and what is left of it after correction where that is another."""
+        """p as text, with the corrected p if that is different."""
         return f"p = {self.p:.2g}" + (f", corrected {self.corrected:.2g}" if self.corrected != self.p else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Models of one threat model: their counts, a test for each pair, and what to bear in mind."""
+    """Models under one threat model: their counts, a test for each pair, and notes."""
 
     threat: ThreatModel
     models: tuple[Measured, ...]
@@ -99,7 +100,7 @@ class Comparison:
 
 
 def compare(folders: Mapping[str, Path]) -> Comparison:
-    """Check the evidence in each folder, and compare every two of them on the samples that they have in common."""
+    """Check the evidence in each folder, and compare every pair of models on their common samples."""
     if len(folders) < 2:
         raise UserError(f"expected at least two evaluations to compare, got {len(folders)}")
     bundles = {}
@@ -128,7 +129,7 @@ def compare(folders: Mapping[str, Path]) -> Comparison:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of a split as uneven as this one, or more so; 1 where there is nothing to split.
+    """The exact two-sided p of a split at least as uneven as this one. 1 if both counts are 0.
 
     >>> mcnemar(0, 5)  # 2 / 2^5
     0.0625
@@ -140,7 +141,9 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Holm's p: the smallest times their number, the next times one less, ..., never falling, and at most 1.
+    """Holm's corrected p for each of n values.
+
+    The smallest p is multiplied by n, the next by n - 1, and so on. No result is below an earlier one, or above 1.
 
     >>> holm([0.5, 0.01, 0.25])
     [0.5, 0.03, 0.5]
@@ -157,7 +160,7 @@ def _ball(threat: ThreatModel) -> str:
 
 
 def _held(bundle: Bundle) -> dict[tuple[int, int], bool]:
-    """Whether each sample is robust, by its digest; of samples that are alike, the k-th is matched to the k-th."""
+    """Whether each sample is robust, by (digest, k). The k tells equal samples apart: 0 for the first of them."""
     seen: Counter[int] = Counter()
     held = {}
     robust: Tensor = bundle.samples["broken_by"] == ROBUST
@@ -187,7 +190,7 @@ def _pair(first: str, second: str, ours: Mapping[tuple[int, int], bool], its: Ma
 
 
 def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measured]) -> str:
-    """Why a difference would not be the models' own."""
+    """The reason why a difference would not come from the models, or an empty text."""
     records = [bundles[name].record for name in (pair.first, pair.second)]
     if records[0]["weights"] == records[1]["weights"]:
         return "they have the same weights"
@@ -201,7 +204,7 @@ def _but(pair: Pair, bundles: Mapping[str, Bundle], models: Mapping[str, Measure
 
 
 def attacked_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """How the suites of two records differ, in words; their seeds may.
+    """The differences between the suites of two records, in words. The seeds may differ.
 
     >>> a = {"name": "pgd", "attack": {"steps": 3}, "precision": "full"}
     >>> b = {"name": "pgd", "attack": {"steps": 5}, "precision": "bfloat16"}
@@ -226,7 +229,7 @@ def attacked_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 
 def measured_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """How the data and the versions of two records differ, in words."""
+    """The differences between the data and the versions of two records, in words."""
     data = [] if one["data"] == other["data"] else [f"data {one['data']} and {other['data']}"]
     return data + _apart(one["versions"], other["versions"])
 
@@ -253,7 +256,7 @@ def _measured(name: str, bundle: Bundle) -> Measured:
 
 
 def _notes(bundles: Mapping[str, Bundle], models: Sequence[Measured], pairs: Sequence[Pair]) -> list[str]:
-    """What makes the numbers less comparable than they look."""
+    """Notes on what makes the numbers less comparable."""
     notes = []
     for pair in pairs:
         counts = [bundles[name].record["total"] for name in (pair.first, pair.second)]

@@ -1,4 +1,4 @@
-"""The gallery of a bundle: a few samples to look at, each with its clean and its adversarial image."""
+"""The gallery in the evidence: the clean and the adversarial images of a few samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelman.evidence.ledger import WRONG, digests
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The samples shown: their rows, the number of the stage that attacked each last (-1: none), and their images."""
+    """The samples of a gallery. `tried` is the number of the stage that attacked a sample last, or -1 for none."""
 
     rows: Tensor
     tried: Tensor
@@ -22,7 +22,7 @@ class Shown:
 
 
 def gallery_of(bundle: Bundle) -> Shown | None:
-    """The samples shown, rows in rising order; None if there are none."""
+    """The gallery of a bundle, with rows in rising order. None if there is no gallery."""
     if GALLERY not in bundle.record["files"]:
         return None
     part, path = bundle.tensors(GALLERY), bundle.folder / GALLERY
@@ -43,14 +43,15 @@ def gallery_of(bundle: Bundle) -> Shown | None:
 
 
 def check_gallery(bundle: Bundle, gallery: Shown, broken: dict[int, Tensor]) -> None:
-    """Raise unless the images are those of their samples; `broken` holds the image that broke each broken one."""
+    """Raise unless the images belong to their samples. `broken` holds the images that broke samples, by row."""
     rows, samples, stages = gallery.rows, bundle.samples, len(bundle.record["suite"]["stages"])
     broken_by, low, high = samples["broken_by"][rows], bundle.threat.low, bundle.threat.high
     if bool((broken_by == WRONG).any()):
         raise _damaged(rows[broken_by == WRONG], "wrong without any attack, and not for the gallery")
     if bool(((gallery.tried < -1) | (gallery.tried >= stages)).any()):
         raise DamagedError("the gallery names a stage that the suite does not have")
-    # Of a sample that no stage broke, only the clean image is known elsewhere: one that was never attacked is that.
+    # A broken sample must show the image that broke it. A sample that no stage attacked must show its clean image. For
+    # any other sample, the evidence holds no second copy to compare with.
     expected = [
         broken.get(row, clean if tried < 0 else image)
         for row, tried, clean, image in zip(
@@ -75,9 +76,9 @@ def _damaged(rows: Tensor, what: str) -> DamagedError:
 
 def _within(gallery: Shown, low: float, high: float) -> Tensor:
     images = torch.cat((gallery.clean, gallery.adversarial), dim=1).flatten(1)
-    return ((images >= low) & (images <= high)).all(dim=1)  # NaN is neither
+    return ((images >= low) & (images <= high)).all(dim=1)  # False for NaN
 
 
 def _equal(images: Tensor, others: list[Tensor]) -> Tensor:
-    """Which images are of the shape, the type and the pixels of the others."""
+    """Which images equal the others in shape, type and pixels."""
     return torch.tensor([torch.equal(one, other) for one, other in zip(images, others, strict=True)])

@@ -1,6 +1,6 @@
-"""What is known of each sample: small columns in memory, images on disk, and every finished batch kept as it is done.
+"""The ledger of an evaluation: columns of numbers in memory, and images on disk. Also the files of finished batches.
 
-A run that is killed begins again from the batches it had finished, and ends as it would have ended.
+If an evaluation is killed, the next call continues from the finished batches, and its result is the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from steelman.errors import UserError
 from steelman.files import write_atomic
 from steelman.losses import margin, standardised
 
-WRONG, ROBUST = -2, -1  # `broken_by` of a sample that is wrong without an attack, and of one that no attack broke
-FORMAT = 2  # of what an evaluation leaves on disk
-COLUMNS = {  # what is kept of each sample
+WRONG, ROBUST = -2, -1  # values of `broken_by`: wrong without an attack, and broken by no attack
+FORMAT = 2  # the version of the evidence's format
+COLUMNS = {  # the columns of samples.safetensors
     "label": torch.int64,
     "digest": torch.int64,
     "clean": torch.int64,
@@ -43,20 +43,22 @@ COLUMNS = {  # what is kept of each sample
     "forwards": torch.int64,
     "backwards": torch.int64,
 }
-# The share of the samples on which signs of masking and the curve are measured, and how many at least and at most.
+# The share of the samples that the pilot gets, and the least and the most samples.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
-# What an evaluation leaves in its folder.
+# The files of the evidence.
 PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "gallery.safetensors")
-DONE = ".work.done"  # a folder `work` that is no longer needed, on its way out
+DONE = ".work.done"  # the folder `work` gets this name just before it is deleted
 HALF_WRITTEN = re.compile(r"\.[\w-]+\.(json|safetensors)\.\w{8}")
 
 
 class Ledger:
-    """A row a sample; `broken_by` is the number of the stage that broke it, `tried` of the last that attacked it.
+    """The state of each sample: one row for each sample in every column.
 
-    `margin` is the smallest (z_y - max z_k) / std(z) seen at a point of the threat model, the clean image included, and
-    `point` where it was seen. `lead` is z_y - max z_k itself, and `guess` what the model says there. `passes` is how
-    many forwards the stage that broke a sample took to do it.
+    `broken_by` is the number of the stage that broke the sample. `tried` is the number of the last stage that attacked
+    it while it was robust. `margin` is the smallest (z_y - max z_k) / std(z) seen at a point of the threat model,
+    including the clean image; see `nearness`. A broken sample has the margin of the point that broke it. `lead` is
+    z_y - max z_k at the same point, and `guess` is the model's answer there. ``points`` gives the point. `passes` are
+    the forwards of the stage that broke the sample.
     """
 
     def __init__(self, folder: Path, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -68,7 +70,7 @@ class Ledger:
         self.broken_by = torch.full((n,), ROBUST, dtype=torch.int64)
         self.tried = torch.full((n,), -1, dtype=torch.int64)
         self.passes = torch.zeros(n, dtype=torch.int64)
-        self.moved = torch.zeros(n, dtype=torch.bool)  # whether `point` is another than the clean image
+        self.moved = torch.zeros(n, dtype=torch.bool)  # False if the point is still the clean image
         self.margin = torch.zeros(n, dtype=torch.float64)
         self.lead = torch.zeros(n, dtype=torch.float64)
         self.forwards = torch.zeros(n, dtype=torch.int64)
@@ -77,30 +79,33 @@ class Ledger:
 
     @property
     def right(self) -> Tensor:
-        """Which samples the model gets right when they are left alone."""
+        """Which samples the model gets right without an attack."""
         return self.broken_by != WRONG
 
     @property
     def robust(self) -> Tensor:
-        """Which samples nothing has broken."""
+        """Which samples the model gets right, and no stage has broken."""
         return self.broken_by == ROBUST
 
     def columns(self) -> dict[str, Tensor]:
-        """What is kept of each sample, by name."""
+        """The columns that go into the evidence, by name."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def points(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Where each sample's margin was smallest; `x` are the clean images of `rows`."""
+        """The point of each sample in `rows` where its margin was smallest. `x` are their clean images."""
         found, moved = x.clone(), self.moved[rows]
         found[moved.to(x.device)] = self._points[rows[moved]].to(x)
         return found
 
     def kept(self, rows: Tensor) -> Tensor:
-        """The points of samples that were broken."""
+        """The points that broke the samples `rows`."""
         return self._points[rows]
 
     def record(self, stage: int, part: dict[str, Tensor]) -> None:
-        """Take in what an attack left of the samples `rows`: checked points, whose `broken` counts."""
+        """Enter the checked result of one batch of a stage.
+
+        Passes always count. The other columns change only for samples that are still robust.
+        """
         rows, broken = part["rows"], part["broken"]
         self.forwards[rows] += part["forwards"]
         self.backwards[rows] += part["backwards"]
@@ -118,9 +123,9 @@ class Ledger:
 
 
 class Images:
-    """Images in a file, each at its own place; one that was never written takes no room.
+    """Images in a file, each at its own place. An image that was never written takes no space on disk.
 
-    Read and written, not mapped: a mapped file stays in memory as it is filled, and a full disk would end the process.
+    The file is not memory-mapped. A mapped file would fill the memory, and a full disk would kill the process.
     """
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -144,9 +149,9 @@ class Images:
 
 
 class Work:
-    """The folder of a run that is under way: its fingerprint, and a file for each finished batch.
+    """The folder of an evaluation in progress: its fingerprint, and a file for each finished batch.
 
-    Who enters it has the folder above it to himself until he leaves.
+    From its creation to the end of the ``with`` block, no other process can evaluate into the folder above it.
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
@@ -189,11 +194,11 @@ class Work:
         self._release()
 
     def has(self, name: str) -> bool:
-        """Whether this batch is done."""
+        """Whether the batch called `name` is finished."""
         return (self.folder / f"{name}.safetensors").exists()
 
     def batch(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What was computed under this name, now or by the run that was interrupted."""
+        """The result of the batch called `name`: read if an interrupted call saved it, else computed and saved."""
         path = self.folder / f"{name}.safetensors"
         if self.has(name):
             try:
@@ -206,15 +211,15 @@ class Work:
         return found
 
     def close(self) -> None:
-        """The evaluation is whole: what it was put together from is no longer needed."""
+        """Delete the folder. Only a complete evaluation does this, because its evidence holds all results."""
         with writing(self.folder):
-            self.folder.replace(self.folder.parent / DONE)  # in one step: never a part of it without the rest
+            self.folder.replace(self.folder.parent / DONE)  # in one step: `work` is complete or gone
             shutil.rmtree(self.folder.parent / DONE)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say what could not be written, and that nothing is lost by it."""
+    """Turn an OSError in this block into an error that says what could not be written, and how to continue."""
     try:
         yield
     except OSError as error:
@@ -229,7 +234,7 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Keep other processes out of `folder` in this block. They are told what this one is `doing`."""
+    """Keep other processes out of `folder` in this block. Their error says what this process is `doing`."""
     descriptor = _lock(folder, doing)
     try:
         yield
@@ -238,7 +243,10 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, doing: str = "evaluating") -> int:
-    """Keep others out of `folder`; an open file for `_unlock`. A process that is killed lets them in again."""
+    """Lock `folder`, and return an open file for `_unlock`.
+
+    If the process is killed, the system removes the lock.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     _held.add(descriptor)
     try:
@@ -247,7 +255,7 @@ def _lock(folder: Path, doing: str = "evaluating") -> int:
         _unlock(descriptor)
         raise UserError(f"another process is {doing} into {folder}; wait for it, or choose another folder") from None
     except OSError:
-        pass  # some network file systems know no locks
+        pass  # some network file systems have no locks; then `folder` stays unlocked
     return descriptor
 
 
@@ -258,7 +266,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def _let_go() -> None:
-    """In a process that was forked off, such as one that reads images: it must not outlive its parent with the lock."""
+    """Close the locks in a forked process, such as an image reader. Else it could hold a lock after its parent ends."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -268,7 +276,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _sweep(place: Path) -> None:
-    """Clear away what a process that was killed left half written, or half deleted."""
+    """Delete what a killed process left half written or half deleted."""
     if (place / DONE).exists():
         shutil.rmtree(place / DONE)
     for folder in (place, place / "work"):
@@ -278,7 +286,7 @@ def _sweep(place: Path) -> None:
 
 
 def _difference(mark: Path, new: dict[str, Any]) -> str:
-    """How the settings written down differ from these; nothing if they do not."""
+    """The differences between the settings in a file and the settings `new`, as text. Empty if there are none."""
     try:
         kept = json.loads(mark.read_bytes())
     except (ValueError, OSError, RecursionError):
@@ -302,20 +310,22 @@ def _differences(kept: Any, new: Any, path: str) -> Iterator[str]:
 
 
 def pilot_size(total: int) -> int:
-    """How many samples a pilot takes, if the model gets so many right."""
+    """How many samples the pilot gets, if the model gets so many right."""
     return min(max(math.ceil(PILOT * total), PILOT_LEAST), PILOT_MOST)
 
 
 def nearness(logits: Tensor, y: Tensor) -> Tensor:
-    """How far each sample is from being broken, in float64: (z_y - max z_k) / std(z), below 0 where it is.
+    """The margin (z_y - max z_k) / std(z) of each sample, in float64. It is below 0 if the model is wrong.
 
-    Of two classes it is z_y - z_k: divided by their own spread, two logits are always as far apart.
+    With two classes it is z_y - z_k. The division would give every sample the same size of margin.
     """
     return -margin(standardised(logits) if logits.shape[1] > 2 else logits, y).double()
 
 
 def digests(x: Tensor, y: Tensor) -> Tensor:
-    """A number for each sample that depends on its pixels and label alone: its noise follows it to any place.
+    """A number for each sample that depends on its pixels and its label alone.
+
+    A sample's noise depends on this number. So the noise does not change with the order of the data.
 
     >>> x = torch.rand(2, 1, 4, 4)
     >>> bool((digests(x, torch.tensor([0, 1])) == digests(x.double(), torch.tensor([0, 1]))).all())

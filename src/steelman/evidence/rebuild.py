@@ -1,4 +1,4 @@
-"""An evaluation, rebuilt from its evidence: nothing else records it."""
+"""Rebuilds an evaluation from its evidence. No other file records an evaluation."""
 
 from __future__ import annotations
 
@@ -66,12 +66,15 @@ def evaluation_of(folder: Path) -> Evaluation:
 
 
 def right_of(samples: dict[str, Tensor], classes: int) -> tuple[int, ...]:
-    """How many samples of each class are right when they are left alone."""
+    """How many samples of each class are right without an attack."""
     return tuple(torch.bincount(samples["label"][samples["broken_by"] != WRONG], minlength=classes).tolist())
 
 
 def confusion_of(samples: dict[str, Tensor], classes: int) -> tuple[tuple[int, ...], ...]:
-    """Rows are true classes, columns what the model says under attack (clean, where it was wrong already)."""
+    """How often the model gives each answer under attack, by true class (rows) and answer (columns).
+
+    For a sample that is wrong without an attack, it is the clean answer.
+    """
     said = torch.where(samples["broken_by"] == ROBUST, samples["label"], samples["guess"])
     said = torch.where(samples["broken_by"] == WRONG, samples["clean"], said)
     table = torch.bincount(samples["label"] * classes + said, minlength=classes**2).view(classes, classes)
@@ -79,13 +82,13 @@ def confusion_of(samples: dict[str, Tensor], classes: int) -> tuple[tuple[int, .
 
 
 def margins_of(samples: dict[str, Tensor]) -> tuple[float, ...]:
-    """The smallest margin seen of each sample that nothing broke, in rising order."""
+    """The smallest margin of each robust sample, in rising order."""
     found = samples["margin"][samples["broken_by"] == ROBUST].sort().values
     return tuple(round(value, 6) for value in found.tolist())
 
 
 def times_in(folder: Path) -> dict[str, float]:
-    """The seconds of each stage, and those of the clean answers; none of a file that is missing or damaged."""
+    """The seconds of each stage, and of the clean answers. Empty if the file is missing or damaged."""
     try:
         found = json.loads((folder / TIMES).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -100,7 +103,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _settings(planned: dict[str, Any]) -> dict[str, Any]:
-    """A stage's settings as a score shows them: with the precision of its search where that is not full."""
+    """A stage's settings as a score shows them: with the precision of its search if that is not full."""
     reduced = {} if planned["precision"] == "full" else {"precision": planned["precision"]}
     return {**planned["attack"], **reduced}
 

@@ -1,12 +1,15 @@
-"""Checking evidence without attacking again: nothing here knows how an attack works.
+"""Checks evidence without attacking again.
 
-Without the model, what the evidence says is checked against itself; with `model` and `data`, every image, clean and
-adversarial, is put to the model, and every claim is counted anew.
+Without the model, the claims are checked against each other. With the model and the data, every clean and adversarial
+image goes through the model again.
 
-What can be shown is shown: that each broken sample is broken, that each answer is the model's, that every count is the
-samples' own. What cannot be shown without attacking is that no attack would break a sample claimed to be robust, that
-the attacks were run as the settings say, or that passes were counted right. Who doubts that runs the evaluation again:
-the same settings and seed give the same evidence.
+The check shows that broken samples are broken, and that the model gives the claimed answers. It also shows that the
+counts agree with the samples. Three claims cannot be shown without attacking:
+- that no attack breaks a sample that is claimed to be robust;
+- that the attacks ran with the claimed settings;
+- that the passes were counted right.
+
+To check these too, run the evaluation again: the same settings and seed give the same evidence.
 """
 
 from __future__ import annotations
@@ -30,15 +33,17 @@ from steelman.losses import magnitude, margin
 from steelman.precision import full_precision
 
 BATCH, BATCH_BYTES = 256, 1 << 26
-# How far a margin or a lead may be from the one written down, in units of the logits' spread, and what sums may differ
-# by in another batch or on another machine, in roundings of the largest logit.
+# CLOSE is the allowed error of a margin or a lead, relative to the standard deviation of the logits. ROUNDINGS is the
+# allowed difference of logits in another batch or on another machine, in roundings of the largest logit.
 CLOSE, ROUNDINGS = 1e-3, 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a check found: how many samples and images were looked at, and how many images are adversarial even after
-    rounding to 8 bits (None where no model was given)."""
+    """The result of a check: the counts of samples, and whether a model and data were given.
+
+    `rounded` counts the images that are still adversarial after rounding to 8 bits. It is None without a model.
+    """
 
     seal: str
     samples: int
@@ -56,10 +61,10 @@ def verify(
     source: Source | None = None,
     device: torch.device | None = None,
 ) -> Checked:
-    """Check the evidence in `folder`, or that of a run's folder (its ``verdict``, or else its ``attacks``). Raise with
-    the first thing that is not as claimed.
+    """Check the evidence in `folder`. The first false claim raises an error.
 
-    Images are put to the model on `device`, or where its weights are.
+    For the folder of a run, it is the evidence in ``verdict``, or else in ``attacks``. Images are moved to `device`, or
+    to the device of the model.
     """
     if model is not None and source is None:
         raise UserError(
@@ -97,8 +102,8 @@ def verify(
 
 
 def _read_as_evaluated(model: nn.Module, source: Source | None) -> nn.Module:
-    """The model as an evaluation reads it, whose answers may be objects, dicts or tuples."""
-    from steelman.models.wrap import detected  # it needs the attacks' rooms, and evidence is checked without them
+    """The model as an evaluation sees it: wrapped if its answer is an object, a dict or a tuple."""
+    from steelman.models.wrap import detected  # this imports attacks, and a check without a model needs none
 
     if source is None or not len(source):
         return model
@@ -108,7 +113,7 @@ def _read_as_evaluated(model: nn.Module, source: Source | None) -> nn.Module:
 
 
 class _Asked:
-    """A model that is asked in eval mode and full precision."""
+    """A model that answers in eval mode and full precision."""
 
     def __init__(self, model: nn.Module, device: torch.device | None, classes: int) -> None:
         self.model, self.classes = model, classes
@@ -117,7 +122,7 @@ class _Asked:
         self.device = device or device_of(model)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits in float64, on the CPU."""
+        """The model's logits for `x`, in float64 on the CPU."""
         modes = [module.training for module in self.model.modules()]
         try:
             self.model.eval()
@@ -134,7 +139,7 @@ class _Asked:
 
 
 def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
-    """The data are those that were evaluated, and the model's answers to them too."""
+    """Raise unless the data are the evaluated data, and the model gives the claimed answers to clean images."""
     samples, n = bundle.samples, bundle.record["total"]
     if len(source) < n:
         raise DamagedError(f"expected at least {n} images, got {len(source)}")
@@ -150,7 +155,8 @@ def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
             raise UserError("the model gives another answer each time; what is claimed of it cannot be checked with it")
         if len(other := rows[~_says(logits, samples["clean"][rows], asked.dtype)]):
             raise DamagedError(f"the model does not say what is claimed of the clean images {_some(other)}")
-        # The margin is the smallest seen, so never above the clean one, and that itself where nothing was tried.
+        # A robust sample's margin is the smallest seen, so it is not above the clean margin. A sample that is wrong
+        # without an attack is never attacked, so margin and lead belong to the clean image.
         wrong_already = samples["broken_by"][rows] == WRONG
         for name, value, unit in _margins(logits, y, asked.dtype):
             above = samples[name][rows] - value
@@ -163,15 +169,18 @@ def _clean(bundle: Bundle, source: Source, asked: _Asked | None) -> None:
 def _images(
     bundle: Bundle, gallery: Shown | None, source: Source | None, asked: _Asked | None
 ) -> tuple[Tensor, dict[int, Tensor], int]:
-    """Check every adversarial image. Which samples have one, the images of those in the gallery, and how many are
-    adversarial even after rounding to 8 bits."""
+    """Check every adversarial image.
+
+    Returns three values: which samples have an image, the images of the gallery's samples by row, and a count. The
+    count is the number of images that are still adversarial after rounding to 8 bits.
+    """
     shown, pictured, rounded = torch.zeros(bundle.record["total"], dtype=torch.bool), dict[int, Tensor](), 0
     low, high = bundle.threat.low, bundle.threat.high
     for rows, images in bundle.images():
         if bool((bundle.samples["broken_by"][rows] < 0).any()):
             raise DamagedError("an adversarial image belongs to a sample that is not claimed to be broken")
         shown[rows] = True
-        if not bool(((images >= low) & (images <= high)).all()):  # NaN is neither
+        if not bool(((images >= low) & (images <= high)).all()):  # False for NaN
             raise DamagedError(f"some of the adversarial images {_some(rows)} leave the range {low:g} .. {high:g}")
         if gallery is not None:
             at = torch.isin(rows, gallery.rows)
@@ -183,7 +192,7 @@ def _images(
 
 
 def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked: _Asked | None) -> int:
-    """Radius and prediction of some adversarial images; how many are adversarial even after rounding to 8 bits."""
+    """Check some adversarial images. Returns how many are still adversarial after rounding to 8 bits."""
     threat, y = bundle.threat, bundle.samples["label"][rows]
     if asked is not None and x_adv.dtype != asked.dtype:
         raise DamagedError(f"expected adversarial images in {asked.dtype}, as the model has it, got {x_adv.dtype}")
@@ -207,7 +216,7 @@ def _examples(bundle: Bundle, rows: Tensor, x_adv: Tensor, source: Source, asked
 
 
 def _pictures(bundle: Bundle, gallery: Shown, asked: _Asked) -> None:
-    """The model says of the gallery's images what the samples say: there each came nearest to being wrong."""
+    """Raise unless the model's answers to the gallery's adversarial images agree with guess, margin and lead."""
     rows, samples = gallery.rows, bundle.samples
     logits = asked(gallery.adversarial)
     if len(other := rows[~_says(logits, samples["guess"][rows], asked.dtype)]):
@@ -218,14 +227,16 @@ def _pictures(bundle: Bundle, gallery: Shown, asked: _Asked) -> None:
 
 
 def _says(logits: Tensor, claimed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether the claimed class has the largest logit. One that ties but for roundings may have had it
-    in another batch."""
+    """Whether the claimed class has the largest logit, up to rounding.
+
+    In another batch, rounding can change which of two almost equal logits is larger.
+    """
     behind = logits.amax(dim=1) - logits.gather(1, claimed[:, None])[:, 0]
     return behind <= ROUNDINGS * torch.finfo(dtype).eps * magnitude(logits)
 
 
 def _margins(logits: Tensor, y: Tensor, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, value, how far from it is near) of the margin and the lead."""
+    """(name, value, allowed error) of the lead and the margin."""
     lead, near = -margin(logits, y), nearness(logits, y)
     noise = ROUNDINGS * torch.finfo(dtype).eps * magnitude(logits)
     spread = logits.std(dim=1, correction=0)
@@ -235,7 +246,7 @@ def _margins(logits: Tensor, y: Tensor, dtype: torch.dtype) -> list[tuple[str, T
 
 
 def _parts(values: Tensor, source: Source) -> itertools.chain[Tensor]:
-    """Batches that fit in memory, whatever the size of an image."""
+    """Batches of `values` that fit in memory, whatever the size of an image."""
     size = max(min(BATCH, BATCH_BYTES // (4 * max(source.shape[0] * source.shape[1] * source.shape[2], 1))), 1)
     return itertools.chain(torch.split(values, size))
 
@@ -245,12 +256,12 @@ def _some(rows: Tensor) -> str:
     return shown + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
 
 
-# The flags that every cascade measures, whatever the model.
+# The flags that a complete cascade has for every model.
 MEASURED = ("zero gradients", "black box stronger", "random answers", "undefined answers", "coarse answers")
 
 
 def check_consistency(bundle: Bundle) -> None:
-    """Raise with the first claim that contradicts another."""
+    """Raise an error at the first claim that contradicts another."""
     _columns(bundle)
     _counts(bundle)
     _stages(bundle)
@@ -258,7 +269,7 @@ def check_consistency(bundle: Bundle) -> None:
 
 
 def _columns(bundle: Bundle) -> None:
-    """What is claimed of each sample must be possible."""
+    """Raise if a claim about a single sample is impossible."""
     samples, classes = bundle.samples, len(bundle.record["classes"])
     broken_by, label = samples["broken_by"], samples["label"]
     for name in ("label", "clean", "guess"):
@@ -280,7 +291,7 @@ def _columns(bundle: Bundle) -> None:
 
 
 def _counts(bundle: Bundle) -> None:
-    """What is claimed of all must follow from what is claimed of each."""
+    """Raise unless the total counts agree with the samples, and the curve's counts are possible."""
     record, samples = bundle.record, bundle.samples
     expected = {
         "clean_correct": int((samples["broken_by"] != WRONG).sum()),
@@ -296,7 +307,7 @@ def _counts(bundle: Bundle) -> None:
 
 
 def _stages(bundle: Bundle) -> None:
-    """Each stage that ran is one of the suite's, in its order; what it broke and left adds up."""
+    """Raise unless the stages that ran are the suite's, in its order, and their counts agree with the samples."""
     record, samples = bundle.record, bundle.samples
     planned = {stage["name"]: (number, stage) for number, stage in enumerate(record["suite"]["stages"])}
     last, left, ran = -1, record["clean_correct"], record["stages"]
@@ -306,7 +317,7 @@ def _stages(bundle: Bundle) -> None:
         if number <= last:
             raise DamagedError(f"{name} is not a stage of the suite, or not in its place")
         count = int((samples["broken_by"] == number).sum())
-        if record["suite"]["protocol"]:  # each attacks all, and the first to break a sample has it
+        if record["suite"]["protocol"]:  # each stage attacks all samples, and `broken_by` is the first that broke one
             fits = done["broken"] >= count and done["left"] == record["clean_correct"] - done["broken"]
             fits = fits and (number > 0 or done["broken"] == count)
         else:
@@ -333,7 +344,7 @@ def _stages(bundle: Bundle) -> None:
 
 
 def _shares(bundle: Bundle) -> None:
-    """Each stage of a whole cascade has attacked as many samples as were its share."""
+    """Raise unless each stage of a complete cascade attacked its share of the samples."""
     record, plan = bundle.record, {stage["name"]: stage for stage in bundle.record["suite"]["stages"]}
     left, watched = record["clean_correct"], None
     for done in record["stages"]:
@@ -341,7 +352,7 @@ def _shares(bundle: Bundle) -> None:
         expected = math.ceil(stage["share"] * left) if stage["share"] < 1 else left
         if stage["role"] == "pilot":
             expected = min(left, pilot_size(record["total"]))
-        if stage["role"] == "sentinel":  # one draw for all of them
+        if stage["role"] == "sentinel":  # all sentinel stages use one draw of samples
             expected = expected if watched is None else watched
             watched = expected - done["broken"]
         if done["attacked"] != expected:
@@ -350,7 +361,7 @@ def _shares(bundle: Bundle) -> None:
 
 
 def _verdict(bundle: Bundle) -> None:
-    """The trust is what the flags leave of it."""
+    """Raise unless the trust and the flags agree."""
     record, verdict = bundle.record, bundle.record["verdict"]
     order = get_args(Trust)
     for flag in verdict["flags"]:
@@ -365,7 +376,7 @@ def _verdict(bundle: Bundle) -> None:
 
 
 def _flags(bundle: Bundle) -> None:
-    """A whole cascade has measured its flags, and drawn its consequences."""
+    """Raise unless a complete cascade has its flags, with figures from its counts, and escalated if one is raised."""
     record, verdict, plan = bundle.record, bundle.record["verdict"], bundle.record["suite"]["stages"]
     figures = {flag["name"]: flag["figure"] for flag in verdict["flags"]}
     missing = [name for name in MEASURED if name not in figures]

@@ -1,4 +1,4 @@
-"""Tables for the terminal and one self-contained HTML page, from evaluations and training runs."""
+"""Reports on evaluations and training runs: tables for the terminal, and one self-contained HTML page."""
 
 from steelman.report.entry import Entry
 

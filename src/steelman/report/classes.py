@@ -1,4 +1,4 @@
-"""Robustness by class: how many samples of each stay right, and what the others are taken for."""
+"""Robustness by class: how many samples of each class are right, and the wrong answers for the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from steelman.report.entry import Entry
 from steelman.report.plots import Style
 from steelman.report.verdict import Models, score_of
 
-MOST_CLASSES = 20  # a table of more cannot be read
-SHADES = 6  # the style sheet defines this many
+MOST_CLASSES = 20  # a larger table is too hard to read
+SHADES = 6  # the style sheet has this many shades
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassRow:
-    """One class: how many samples it has, and how many of them stay right."""
+    """One class: how many samples it has, and how many are right, clean and under attack."""
 
     name: str
     total: int
@@ -27,7 +27,7 @@ class ClassRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """How often one class was taken for another."""
+    """How often the model gave the class `answer` for samples of the class `true`, under attack."""
 
     true: str
     answer: str
@@ -37,14 +37,14 @@ class Mistake:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classes:
-    """A model's accuracy by class, and what it takes each class for under attack."""
+    """A model's accuracy by class, and its wrong answers under attack."""
 
     entry: Entry
     look: Style
     shown: list[ClassRow]
-    others: list[ClassRow]  # those that are left when there are many
-    cells: list[tuple[str, list[tuple[int, int]]]]  # (count, shade) by row; empty when there are many
-    mistakes: list[Mistake]  # the commonest first
+    others: list[ClassRow]  # the classes beyond MOST_CLASSES
+    cells: list[tuple[str, list[tuple[int, int]]]]  # class, (count, shade); none beyond MOST_CLASSES
+    mistakes: list[Mistake]  # the most frequent first
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +58,7 @@ class Classes:
 
 
 def classes(models: Models) -> list[Classes]:
-    """One for each cascade that says what was taken for what."""
+    """One entry for each cascade that has a confusion table."""
     return [_classes(entry, look, found) for entry, look in models if (found := entry.cascade) and found.confusion]
 
 
@@ -77,7 +77,7 @@ def _classes(entry: Entry, look: Style, evaluation: Evaluation) -> Classes:
             )
         )
     many = len(rows) > MOST_CLASSES
-    if many:  # the weakest first; those without a sample last
+    if many:  # the least robust first, classes without a sample last
         rows.sort(key=lambda row: row.robust.accuracy if row.robust else 2)
     wrong = [
         Mistake(true=names[i], answer=names[j], count=count, total=sum(counts))
@@ -97,6 +97,6 @@ def _classes(entry: Entry, look: Style, evaluation: Evaluation) -> Classes:
 
 
 def _shaded(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Each count with its shade: none for 0, else by its share of the row."""
+    """Each count with its shade: 0 for a count of 0, up to SHADES for the whole row."""
     total = max(sum(counts), 1)
     return [(count, math.ceil(SHADES * count / total)) for count in counts]

@@ -1,6 +1,7 @@
-"""One self-contained HTML page: scores, accuracy against eps, training curves, a gallery, and all settings.
+"""Writes a report as one HTML page: scores, accuracy against eps, training curves, a gallery, and all settings.
 
-The page has no script and fetches nothing; its content security policy allows its own style sheet and PNG data URIs.
+The page has no script and loads no other file. Its content security policy allows only its own style sheet and images
+in data URIs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from steelman.report.entry import CLEAN, WORST, Entry
 from steelman.report.images import data_uri, scaled_perturbation
 from steelman.report.plots import Chart, Line, Point, Style, axis, eps_axis, percent_axis
 
-_METRICS = {  # key in the history: title of its chart
+_METRICS = {  # key in the history: title of the chart
     "validation_robust": "Validation accuracy, attacked",
     "validation_clean": "Validation accuracy, clean",
     "train_accuracy": "Accuracy on the training examples",
@@ -44,12 +45,12 @@ _METRICS = {  # key in the history: title of its chart
     "eps": "Training radius eps",
     "lr": "Learning rate",
 }
-REACH = 4  # a chart of accuracy against eps ends at the latest at this many times the radius in question
+REACH = 4  # a chart of accuracy against eps leaves out radii above this many times eps
 _FRACTIONS = ("validation_robust", "validation_clean", "train_accuracy")
 
 
 def write(path: Path, entries: Sequence[Entry], *, title: str, intro: str = "") -> None:
-    """Render the page and put it at `path` in one step."""
+    """Render the page, and write it to `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, render(entries, title=title, intro=intro).encode())
 
@@ -58,8 +59,8 @@ def render(entries: Sequence[Entry], *, title: str, intro: str = "") -> str:
     """The page as a string.
 
     Args:
-        entries: the models, in the order to show them.
-        intro: plain text; blank lines part paragraphs.
+        entries: the models, in the order of the page.
+        intro: plain text, with blank lines between paragraphs.
     """
     if not entries:
         raise UserError("a report needs at least one model, got none")
@@ -106,7 +107,7 @@ def _environment() -> Environment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Finding:
-    """The model with the highest worst-case accuracy, and those whose intervals overlap its own."""
+    """The model with the highest worst-case accuracy, and the models whose intervals overlap its interval."""
 
     name: str
     clean: Score | None
@@ -116,7 +117,7 @@ class _Finding:
 
 
 def _finding(entries: Sequence[Entry]) -> _Finding | None:
-    """None where nothing was attacked, or where models were evaluated under different conditions."""
+    """The finding. None if no model was attacked, or if the models were evaluated under different conditions."""
     found = [(entry, score) for entry in entries if (score := entry.score(WORST))]
     if not found or len(text.groups(entries)) > 1:
         return None
@@ -127,20 +128,20 @@ def _finding(entries: Sequence[Entry]) -> _Finding | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """Accuracy against eps on one dataset in one norm: a chart for wide screens, one for narrow, and the numbers."""
+    """Accuracy against eps on one dataset in one norm: a wide chart, a narrow chart, and the numbers."""
 
     data: str
     norm: str
     attacks: list[str]
     counts: list[int]
-    drawn: bool  # whether a cascade drew its samples
+    drawn: bool  # whether a cascade is shown: its pilot draws the samples at random
     wide: Chart
     narrow: Chart
     rows: list[tuple[float, list[CurvePoint | None]]]
 
     @property
     def beyond(self) -> list[tuple[float, list[CurvePoint | None]]]:
-        """The radii that the chart has no room for."""
+        """The numbers at the radii that the chart leaves out."""
         return [(eps, points) for eps, points in self.rows if eps > self.wide.x.high]
 
 
@@ -157,7 +158,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[Entry, Style, E
     found = [{point.eps: point for point in evaluation.curve if point.total > 0} for _, _, evaluation in group]
     targets = {evaluation.eps for _, _, evaluation in group}
     radii = sorted({eps for points in found for eps in points})
-    # A cascade also tries a radius at which any image can become any other, far from all the rest.
+    # The last radius of a cascade is usually far above the others. In the chart, it would squeeze them together.
     reach = REACH * max(targets) or math.inf
     near = [eps for eps in radii if eps <= reach]
     target = targets.pop() if len(targets) == 1 else None
@@ -196,7 +197,7 @@ def _curve(key: str, data: str, norm: str, group: Sequence[tuple[Entry, Style, E
 
 
 def _training(models: Sequence[tuple[Entry, Style]]) -> list[Chart]:
-    """A small chart for each metric that any model recorded; all share the axis of epochs."""
+    """A small chart for each metric that any model recorded. All charts share the axis of epochs."""
     trained = [(entry, style) for entry, style in models if entry.history]
     epochs = axis("epoch", (x for entry, _ in trained for x, _ in entry.metric("epoch")), whole=True, snug=True)
     charts = []
@@ -214,7 +215,7 @@ def _training(models: Sequence[tuple[Entry, Style]]) -> list[Chart]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Picture:
-    """One example of the gallery, ready to show."""
+    """One sample of the gallery, with class names and images for the page."""
 
     example: Example
     label: str

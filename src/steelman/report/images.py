@@ -1,4 +1,4 @@
-"""Image tensors as PNG data URIs."""
+"""Turns image tensors into PNG data URIs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from steelman.errors import UserError
 
 
 def scaled_perturbation(delta: Tensor, *, norm: str, eps: float) -> Tensor:
-    """A perturbation as an image in [0, 1], mid-grey where nothing changed.
+    """A perturbation δ as an image in [0, 1]. A pixel without change is mid-grey.
 
-    For linf (δ + eps) / (2 eps), the whole ball's range; for other norms, whose pixels have no common bound,
-    (δ + m) / (2 m) with m = max|δ|.
+    For linf it is (δ + eps) / (2 eps). In other norms eps does not bound each pixel, so it is (δ + m) / (2 m) with
+    m = max|δ|.
 
     >>> scaled_perturbation(torch.tensor([-0.1, 0.0, 0.1]), norm="linf", eps=0.1)
     tensor([0.0000, 0.5000, 1.0000])
@@ -26,7 +26,7 @@ def scaled_perturbation(delta: Tensor, *, norm: str, eps: float) -> Tensor:
 
 
 def data_uri(image: Tensor) -> str:
-    """A grey (1, H, W) or RGB (3, H, W) image in [0, 1] as a PNG data URI, one PNG pixel a pixel."""
+    """A grey (1, H, W) or RGB (3, H, W) image in [0, 1] as a PNG data URI of the same size."""
     if image.ndim != 3 or image.shape[0] not in (1, 3):
         raise UserError(f"expected a grey or RGB image of shape (1 or 3, H, W), got shape {tuple(image.shape)}")
     levels = (image.detach().cpu().double().nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)

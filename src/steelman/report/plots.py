@@ -1,7 +1,7 @@
-"""The geometry of line charts; a template draws it as inline SVG.
+"""The geometry of line charts and histograms. A template draws them as inline SVG.
 
-Plotly's offline bundle adds 4 MB of script to each page for curves this small, so the report draws its own: a few
-kilobytes, no script, and colours that follow the reader's light or dark setting.
+Plotly's offline bundle would add 4 MB of script to each page. These charts need a few kilobytes and no script, and
+their colours follow the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-COLOURS, DASHES = 6, 4  # the style sheet defines this many of each
+COLOURS, DASHES = 6, 4  # the style sheet has this many colours and dashes
 MARKERS = (  # SVG paths around the origin: circle, square, triangle up, diamond, triangle down
     "M-3.2,0a3.2,3.2 0 1,0 6.4,0a3.2,3.2 0 1,0 -6.4,0Z",
     "M-2.9,-2.9H2.9V2.9H-2.9Z",
@@ -22,13 +22,13 @@ MARKERS = (  # SVG paths around the origin: circle, square, triangle up, diamond
 
 
 class Point(NamedTuple):
-    """A point of a line, and its interval if it has one; a line is broken where `y` is None."""
+    """A point of a line, with its interval if it has one. The line has a gap where `y` is None."""
 
     x: float
     y: float | None
     low: float | None = None
     high: float | None = None
-    name: str = ""  # said instead of the line's
+    name: str = ""  # shown instead of the line's name
 
 
 class Bar(NamedTuple):
@@ -40,7 +40,10 @@ class Bar(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How a model looks in every chart: by colour, dash and marker together, so never by colour alone."""
+    """The colour, dash and marker of a model, the same in every chart.
+
+    Models of the same colour differ in dash or marker.
+    """
 
     colour: int
     dash: int
@@ -48,20 +51,20 @@ class Style(NamedTuple):
 
     @classmethod
     def of(cls, index: int) -> Style:
-        """The style of the index-th model; the first 60 differ."""
+        """The style of the model at `index`. The first 60 styles differ."""
         return cls(index % COLOURS, index % DASHES, MARKERS[index % len(MARKERS)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One model's points."""
+    """The line of one model."""
 
     name: str
     style: Style
     points: tuple[Point, ...]
 
     def runs(self) -> list[list[Point]]:
-        """The points between the gaps."""
+        """The points between the gaps, one list for each connected part of the line."""
         found: list[list[Point]] = [[]]
         for point in self.points:
             if point.y is not None:
@@ -73,7 +76,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A linear axis from `low` to `high`, how its values are written, and what they are called in a sentence."""
+    """A linear axis from `low` to `high`. `text` writes a value, and `name` is the axis's name in a sentence."""
 
     label: str
     low: float
@@ -114,12 +117,12 @@ def eps_axis(values: Iterable[float], *, in_255ths: bool) -> Axis:
 
 
 def axis(label: str, values: Iterable[float], *, count: int = 5, whole: bool = False, snug: bool = False) -> Axis:
-    """An axis over `values` and zero, with round ticks.
+    """An axis that covers `values` and zero, with ticks at round numbers.
 
     Args:
-        count: at most so many ticks beyond the first.
-        whole: ticks at whole numbers only (epochs).
-        snug: end at the last value and not at the next tick.
+        count: the most ticks after the first.
+        whole: ticks at whole numbers only, such as epochs.
+        snug: the axis ends at the largest value, not at the next tick.
     """
     held = [0.0, *values]
     low, high = min(held), max(held)
@@ -135,7 +138,7 @@ def axis(label: str, values: Iterable[float], *, count: int = 5, whole: bool = F
 
 
 def log_axis(label: str, name: str, values: Iterable[float]) -> Axis:
-    """An axis from 1 to the largest of `values`; what is drawn along it are logarithms to the base 10."""
+    """A logarithmic axis from 1 to the largest of `values`. Points on it must be logarithms to the base 10."""
     high = max(1.0, *(math.log10(value) for value in values))
     ticks = tuple(p + q for p in range(math.floor(high) + 1) for q in (0.0, math.log10(3)) if p + q <= high)
     return Axis(
@@ -144,7 +147,7 @@ def log_axis(label: str, name: str, values: Iterable[float]) -> Axis:
 
 
 def histogram(values: Sequence[float], ends: tuple[float, float], count: int) -> tuple[Bar, ...]:
-    """How many of `values` fall into each of `count` equal parts between `ends`; the last part holds its end.
+    """How many of `values` fall into each of `count` equal parts between `ends`. The last part includes its end.
 
     >>> [bar.height for bar in histogram([0.0, 0.1, 0.9, 1.0], (0.0, 1.0), 2)]
     [2, 2]
@@ -161,7 +164,7 @@ def histogram(values: Sequence[float], ends: tuple[float, float], count: int) ->
 class Chart:
     """A chart of lines with interval bands, or of bars.
 
-    In the SVG's own units: x to the right, y down, origin at the top left.
+    Positions and sizes are in the units of the SVG: x to the right, y down, origin at the top left.
     """
 
     id: str
@@ -170,8 +173,8 @@ class Chart:
     y: Axis
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
-    said: str = ""  # what the chart shows, where its lines do not say it
-    rule: tuple[float, str] | None = None  # a vertical line at this x, and what it means
+    said: str = ""  # what the chart shows, if it has no lines that say it
+    rule: tuple[float, str] | None = None  # the x of a vertical line, and its label
     width: int = 340
     height: int = 220
     left: int = 44
@@ -180,17 +183,17 @@ class Chart:
     bottom: int = 38
 
     def across(self, x: float) -> float:
-        """Where a value of the x axis lies."""
+        """The horizontal position of a value of the x axis."""
         share = (x - self.x.low) / (self.x.high - self.x.low)
         return round(self.left + share * (self.width - self.left - self.right), 2)
 
     def down(self, y: float) -> float:
-        """Where a value of the y axis lies."""
+        """The vertical position of a value of the y axis."""
         share = (self.y.high - y) / (self.y.high - self.y.low)
         return round(self.top + share * (self.height - self.top - self.bottom), 2)
 
     def stroke(self, line: Line) -> str:
-        """The SVG path of a line, lifted at its gaps."""
+        """The SVG path of a line, with a break at each gap."""
         return " ".join(self._path([(p.x, p.y) for p in run if p.y is not None]) for run in line.runs() if len(run) > 1)
 
     def band(self, line: Line) -> str:
@@ -204,7 +207,10 @@ class Chart:
         return " ".join(paths)
 
     def marks(self, line: Line, most: int = 12) -> list[tuple[float, float, str]]:
-        """(x, y, text) of the markers: every point of a short line or with a name, about `most` of a long one."""
+        """(x, y, text) of the markers of a line.
+
+        A short line has a marker at every point, and so has a line with a named point. A long line has about `most`.
+        """
         points = [point for run in line.runs() for point in run]
         stride = 1 if any(point.name for point in points) else math.ceil(len(points) / most)
         chosen = sorted({*range(0, len(points), max(1, stride)), *([len(points) - 1] if points else [])})

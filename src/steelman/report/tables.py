@@ -1,4 +1,4 @@
-"""The scores as a table for the terminal, and the verdict in lines."""
+"""The scores as a table for the terminal, and the verdict as text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _COLOURS = {"sound": "bold green", "suspect": "bold yellow", "invalid": "bold re
 
 
 def scores_table(entries: Sequence[Entry]) -> Table:
-    """Models by attacks; each cell an accuracy and its 95% Clopper-Pearson interval, in percent.
+    """A table of models by attacks. A cell is an accuracy with its 95% Clopper-Pearson interval, in percent.
 
-    The caption carries what is needed to read the numbers. Where models were evaluated under different conditions it
-    says so for each.
+    The caption names the conditions of the evaluations. If these differ, it names them for each model.
     """
     names = columns(entries)
     table = Table(box=box.SIMPLE_HEAD, caption=_caption(entries), caption_justify="left")
-    # Text, not markup: a model may be called "[red]".
+    # Text, not markup: rich would not show a model called "[red]".
     table.add_column(Text("model"), overflow="fold")
     for name in names:
         table.add_column(Text(name), justify="right", min_width=len("[88.9, 93.1]"))
@@ -46,14 +45,14 @@ def _caption(entries: Sequence[Entry]) -> Text:
 
 
 def verdict_text(evaluation: Evaluation) -> Text:
-    """The verdict in lines: robust accuracy and what it rests on, its trust, the reasons, and what the attacks did.
+    """The verdict as text: robust accuracy, conditions, trust, reasons, and what the attacks did.
 
-    Nothing without a verdict.
+    Without a verdict, the text is empty.
     """
     verdict = evaluation.verdict
     if verdict is None:
         return Text()
-    # Text throughout, not markup: a reason or a suite may hold brackets.
+    # Text, not markup: rich would hide a part in brackets of a reason or of a suite's name.
     text = Text(f"Robust accuracy {accuracy(verdict)}", style="bold")
     ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
     text.append(f"  n = {verdict.total}, {ball}, suite {verdict.suite}, seed {evaluation.seed}\n", style="not bold")

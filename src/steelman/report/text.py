@@ -1,4 +1,4 @@
-"""How numbers and settings are written, alike in the terminal and on the page."""
+"""Numbers and settings as text, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, radius, share_of
 from steelman.report.entry import CLEAN, WORST, Entry
 
-UNNAMED = "custom"  # the suite of attacks that were given one by one
+UNNAMED = "custom"  # the name of a suite of attacks that the user chose one by one
 
 _NORMS = {"linf": "L∞", "l0": "L0", "l1": "L1", "l2": "L2"}
 
 
 def percent(fraction: float) -> str:
-    """
+    """A fraction in percent.
+
     >>> percent(0.9123)
     '91.2%'
     """
@@ -23,7 +24,8 @@ def percent(fraction: float) -> str:
 
 
 def bounds(ends: tuple[float, float]) -> str:
-    """
+    """An interval in percent.
+
     >>> bounds((0.8888, 0.9312))
     '[88.9, 93.1]'
     """
@@ -31,12 +33,13 @@ def bounds(ends: tuple[float, float]) -> str:
 
 
 def accuracy(found: Score | CurvePoint | Verdict) -> str:
-    """A score, a verdict or a point of a curve as "91.2% [88.9, 93.1]"."""
+    """A score, a verdict or a point of a curve as text, such as "91.2% [88.9, 93.1]"."""
     return share_of(found.correct, found.total)
 
 
 def seconds(value: float | None) -> str:
-    """
+    """A time in seconds, or a dash if it is not known.
+
     >>> seconds(1.26), seconds(None)
     ('1.3', '–')
     """
@@ -44,7 +47,8 @@ def seconds(value: float | None) -> str:
 
 
 def norm_name(norm: str) -> str:
-    """
+    """The name of a norm as readers know it.
+
     >>> norm_name("linf")
     'L∞'
     """
@@ -52,7 +56,8 @@ def norm_name(norm: str) -> str:
 
 
 def options(settings: Mapping[str, Any]) -> str:
-    """
+    """Settings in one line.
+
     >>> options({"steps": 10, "loss": "dlr"})
     'steps = 10, loss = dlr'
     """
@@ -66,7 +71,7 @@ def _plain(value: object) -> str:
 
 
 def conditions(evaluation: Evaluation) -> str:
-    """What a reader must know to read an evaluation's numbers."""
+    """The conditions of an evaluation: data, number of samples, radius, seed, suite and versions."""
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
     text = f"{evaluation.data}, n = {evaluation.total}, {ball}, seed {evaluation.seed}"
@@ -76,7 +81,7 @@ def conditions(evaluation: Evaluation) -> str:
 
 
 def groups(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """The names of the models evaluated under each set of conditions; only within one are numbers comparable."""
+    """The names of the models under each set of conditions. Only numbers under the same conditions are comparable."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         if entry.evaluation:
@@ -85,7 +90,7 @@ def groups(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 
 def columns(entries: Sequence[Entry]) -> list[str]:
-    """The scores to show: clean first, each attack in order of appearance, the worst case last."""
+    """The names of the scores to show: clean first, then each attack, and the worst case last."""
     names = dict.fromkeys(score.name for entry in entries for score in entry.scores)
     attacks = [name for name in names if name not in (CLEAN, WORST)]
     return [*([CLEAN] if CLEAN in names else []), *attacks, *([WORST] if WORST in names else [])]

@@ -1,4 +1,4 @@
-"""What the page says of a verdict: its trust, the checks, the stages that led to it, and the margins."""
+"""The parts of the page about a verdict: trust, checks, stages and margins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steelman.report.plots import Chart, Line, Point, Style, axis, histogram, lo
 
 Models = Sequence[tuple[Entry, Style]]
 
-BACKWARD = 1.4  # what a backward to the input costs, in forwards
+BACKWARD = 1.4  # the cost of a backward to the input, in forwards
 BINS = 24
 
 MEANINGS = {
@@ -22,9 +22,9 @@ MEANINGS = {
     "invalid": "This number cannot be used. What was measured is not the robustness of this model.",
     "bound": "These attacks were given. Whether they work on this model was not checked.",
 }
-# Of a suspect verdict that no check casts doubt on: the time ran out, or the model is random.
+# The meaning of a suspect verdict that no raised flag explains: the time ran out, or the model is random.
 UNSETTLED = "No check speaks against the attacks, but what is said below keeps this number open. It may be far lower."
-_LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when it is raised
+_LOOKED_FOR = {  # the text of a flag that is not raised: what its check measures
     "zero gradients": "Share of the samples tried whose gradient with respect to the input is zero. There a gradient "
     "attack has nothing to climb.",
     "loss does not rise": "Share of the samples tried on which an attack found no point with a higher loss than the "
@@ -48,19 +48,19 @@ _LOOKED_FOR = {  # what a check asks; a flag's own text says what it means when 
     "accuracy levels off": "Share of the samples tried that are robust even where any image may become any "
     "other. It should be none.",
 }
-_COUNTED = ("sentinel broken", "logits not finite")  # the others are shares
+_COUNTED = ("sentinel broken", "logits not finite")  # their figures are counts, all others are shares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A verdict and how it is shown: by word, colour and shape."""
+    """A verdict, with what the page needs to show it."""
 
     entry: Entry
     look: Style
     evaluation: Evaluation
     verdict: Verdict
     clean: Score | None
-    kind: str  # a trust, or "bound"
+    kind: str  # the trust, or "bound" for a sound protocol
 
     @property
     def word(self) -> str:
@@ -78,14 +78,14 @@ class Judgement:
 
     @property
     def checks(self) -> list[Check]:
-        """Every flag, the raised ones first, and among them the gravest."""
+        """Every flag as a check: raised flags first, and those that leave the least trust before others."""
         order = {"invalid": 0, "suspect": 1, "sound": 2}
         found = sorted(self.verdict.flags, key=lambda flag: (not flag.raised, order[flag.trust]))
         return [Check(flag=flag) for flag in found]
 
 
 def judgements(models: Models) -> list[Judgement]:
-    """One for each model that has a verdict."""
+    """One judgement for each model that has a verdict."""
     found = []
     for entry, look in models:
         if (evaluation := entry.evaluation) and (verdict := evaluation.verdict):
@@ -105,7 +105,7 @@ def judgements(models: Models) -> list[Judgement]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """A flag in plain words."""
+    """A flag, with its texts for the page."""
 
     flag: Flag
 
@@ -139,7 +139,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRow:
-    """A stage, the accuracy after it, and what has been spent by then, in forwards a sample."""
+    """A stage, the accuracy after it, and the cost up to its end, in forwards a sample."""
 
     record: StageRecord
     after: Score
@@ -147,7 +147,7 @@ class StageRow:
 
 
 def stage_rows(evaluation: Evaluation) -> list[StageRow]:
-    """The stages of a cascade in their order; the clean answer costs one forward a sample."""
+    """A row for each stage of a cascade. The cost includes one forward a sample for the clean answer."""
     spent = itertools.accumulate(record.forwards + BACKWARD * record.backwards for record in evaluation.stages)
     return [
         StageRow(
@@ -161,7 +161,7 @@ def stage_rows(evaluation: Evaluation) -> list[StageRow]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Breaks:
-    """Accuracy after each stage against what it cost: all cascades in one chart, a table for each."""
+    """Accuracy after each stage against the cost: one chart of all cascades, and a table for each."""
 
     wide: Chart
     narrow: Chart
@@ -169,7 +169,7 @@ class Breaks:
 
 
 def breaks(models: Models) -> Breaks | None:
-    """None without a cascade."""
+    """The chart and the tables. None if there is no cascade."""
     tables = [(entry, look, stage_rows(found)) for entry, look in models if (found := entry.cascade) and found.stages]
     if not tables:
         return None
@@ -197,7 +197,7 @@ def _points(entry: Entry, rows: Sequence[StageRow]) -> list[Point]:
 
 
 def margins(models: Models) -> list[tuple[Entry, Style, Chart | None]]:
-    """A histogram for each cascade, all on one axis; none where no sample is robust."""
+    """A histogram of the margins for each cascade, all on one axis. None if a cascade has no robust sample."""
     found = [
         (entry, look, sorted(filter(math.isfinite, entry.cascade.margins))) for entry, look in models if entry.cascade
     ]
