@@ -25,8 +25,8 @@ JSON = {
     '{"a":' * 65 + "1" + "}" * 65: "nested at most 64 times",
     '"\\ud800"': "without halves of characters",
     '{"\\u0000": 1}': "text without NUL",
-    '"' + '\\"' * 100_000: "is not JSON: Unterminated string",
-    "": "is not JSON",
+    '"' + '\\"' * 100_000: "not JSON (Unterminated string",
+    "": "not JSON (Expecting value",
 }
 YAML = {
     "a: 1\nb: 2\na: 3": "line 3: expected each key once in a mapping, got 'a' twice",

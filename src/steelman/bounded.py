@@ -46,15 +46,15 @@ def read_bytes(path: Path, *, what: str = "", most_bytes: int = JSON_BYTES) -> b
         if found.st_size > most_bytes:
             raise UserError(f"{what}: expected at most {most_bytes:,} bytes, got {found.st_size:,}")
         with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
+            content = file.read(found.st_size + 1)  # not more: Python sets aside as many bytes as it is asked for
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{what}: there is no such file") from None
     except ValueError as error:  # a path with a NUL character
         if isinstance(error, UserError):
             raise
         raise UserError(f"{what!r} cannot be a file's name") from None
-    if len(content) > most_bytes:
-        raise UserError(f"{what}: expected at most {most_bytes:,} bytes, got more")
+    if len(content) > found.st_size:
+        raise UserError(f"{what}: it grew while it was read")
     return content
 
 
@@ -83,7 +83,7 @@ def read_json(
     except _RefusedError as error:
         raise UserError(f"{what}: {error}") from None
     except ValueError as error:
-        raise UserError(f"{what} is not JSON: {error}") from None
+        raise UserError(f"{what}: not JSON ({error})") from None
     return value
 
 
