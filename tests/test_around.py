@@ -20,7 +20,7 @@ from steelman.objectives import OBJECTIVES, Batch, Objective, Outcome
 from steelman.objectives.free_at import FreeAT
 from steelman.training import AWP, Around, Trainer, run
 from steelman.training.guard import stagnation
-from tests.training_helpers import a_net, a_trainer, interrupted_at, plain_trainer, said, same_run
+from tests.training_helpers import OWN, a_net, a_trainer, interrupted_at, plain_trainer, said, same_run
 
 QUIET = [
     "model=tests.training_helpers:digits_net",
@@ -140,7 +140,7 @@ def no_linear_layer() -> nn.Module:
 def test_features_that_cannot_be_read_are_said_before_a_folder_is_made(name: str, tmp_path: Path) -> None:
     source, _ = recipes.read("digits-pgd-at", [f"objective={name}", "model=tests.test_around:no_linear_layer"])
     with pytest.raises(UserError, match=f"{name.upper()}: expected a model whose logits come from a linear layer"):
-        run.train(source, tmp_path / "run", console=Console(quiet=True))
+        run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=["tests.test_around"])
     assert not (tmp_path / "run").exists()
 
 
@@ -166,7 +166,7 @@ def standard_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of standard training, for the objective that learns from one."""
     folder = tmp_path_factory.mktemp("helper") / "run"
     source, origin = recipes.read("digits-standard", QUIET)
-    run.train(source, folder, console=Console(quiet=True), origin=origin)
+    run.train(source, folder, console=Console(quiet=True), origin=origin, allow_import=OWN)
     return folder
 
 
@@ -186,7 +186,7 @@ def test_every_objective_trains_resumes_and_is_measured(
     if name == "hat":
         overrides.append(f"objective.helper={standard_run}")
     source, origin = recipes.read("digits-pgd-at", overrides)
-    run.train(source, tmp_path / "whole", console=Console(quiet=True), origin=origin)
+    run.train(source, tmp_path / "whole", console=Console(quiet=True), origin=origin, allow_import=OWN)
     plain = Trainer.step
 
     def step(trainer: Trainer, *batch: Tensor) -> float:
@@ -197,8 +197,8 @@ def test_every_objective_trains_resumes_and_is_measured(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", step)
         with pytest.raises(TrainingInterruptedError):
-            run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin)
-    found = run.resume(tmp_path / "run", Console(quiet=True))
+            run.train(source, tmp_path / "run", console=Console(quiet=True), origin=origin, allow_import=OWN)
+    found = run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
     assert found is not None
     assert found.evaluation.total == 20
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()

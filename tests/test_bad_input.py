@@ -121,7 +121,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], str]] = {
     "no number": (("training.epochs=many",), "training.epochs: "),
     "negative rate": (("training.lr=-1",), "training.lr: expected at least 0"),
     "no override": (("epochs",), "expected key=value"),
-    "no yaml": (("training.lr={",), "is not a YAML value"),
+    "no yaml": (("training.lr={",), "is not YAML: line"),
     "unknown recipe model": (("model=mpl",), "(did you mean 'mlp'?)"),
     "a model too large for the images": (("model=smallcnn",), "at least 16x16, got 8x8"),
     "a bad width": (("model.width=-1",), "width"),
@@ -267,7 +267,7 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt attack": (("--attack", "pdg"), "unknown attack 'pdg' (did you mean 'pgd'?)"),
     "misspelt option": (("--attack", "pgd:step=3"), "(did you mean 'steps'?)"),
     "no option": (("--attack", "pgd:steps"), "key=value"),
-    "not yaml": (("--attack", "pgd:steps=["), "is not a YAML value"),
+    "not yaml": (("--attack", "pgd:steps=["), "is not YAML: line"),
     "negative eps": (("--eps", "-1"), "threat model: eps: input should be greater than or equal to 0"),
     "zero eps": (("--eps", "0"), "eps: expected a radius above 0"),
     "eps in 0..255": (

@@ -23,7 +23,7 @@ JSON = {
     "1." + "1" * 5000: "fit 64 bits",
     "[" * 100_000: "nested at most 64 times",
     '{"a":' * 65 + "1" + "}" * 65: "nested at most 64 times",
-    '"\\ud800"': "without halves of characters",
+    '"\\ud800"': "without unpaired surrogates",
     '{"\\u0000": 1}': "text without NUL",
     '"' + '\\"' * 100_000: "not JSON (Unterminated string",
     "": "not JSON (Expecting value",

@@ -97,13 +97,13 @@ def _process(out: str) -> None:
 def test_sigkill_at_ten_random_moments(tmp_path: Path, whole: Path) -> None:
     moments, out, killed = random.Random(3), tmp_path / "out", 0
     for _ in range(60):
-        before = len(list(out.glob("work/*.safetensors")))
+        before = len(list(out.glob("work/*.batch")))
         process = _context.Process(target=_process, args=(str(out),), daemon=True)
         process.start()
         until = time.monotonic() + 60
         while process.is_alive() and killed < 10:
             # Some are killed as they begin, most after a few more batches, in the middle of whatever they do.
-            if len(list(out.glob("work/*.safetensors"))) > before + moments.choice((-1, 0, 1, 2)):
+            if len(list(out.glob("work/*.batch"))) > before + moments.choice((-1, 0, 1, 2)):
                 time.sleep(moments.uniform(0, 0.02))
                 break
             assert time.monotonic() < until
@@ -166,7 +166,7 @@ def test_killed_at_every_file_in_turn(
     assert killed == len(torn) > 30
     assert {
         "run.json",
-        "clean-00000.safetensors",
+        "clean-00000.batch",
         "samples.safetensors",
         "gallery.safetensors",
         "times.json",
@@ -203,7 +203,7 @@ def test_two_processes_on_one_folder(tmp_path: Path, whole: Path) -> None:
     process = _context.Process(target=_process, args=(str(out),), daemon=True)
     process.start()
     until = time.monotonic() + 60
-    while not list(out.glob("work/clean-*.safetensors")):
+    while not list(out.glob("work/clean-*.batch")):
         assert time.monotonic() < until
         time.sleep(0.002)
     with pytest.raises(UserError, match="another process is evaluating into"):

@@ -135,8 +135,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "incomplete: .*state.json"),
     "no tensors": (lambda folder: (folder / "tensors.safetensors").unlink(), "incomplete: .*tensors.safetensors"),
     "bad json": (bad_json, "damaged|incomplete"),
-    "not text": (not_text, "incomplete"),
-    "empty state": (empty_state, "incomplete"),
+    "not text": (not_text, "damaged: state.json does not match"),
+    "empty state": (empty_state, "damaged: state.json does not match"),
     "nothing": (emptied, "incomplete"),
 }
 
@@ -212,7 +212,7 @@ def test_an_error_that_may_pass_condemns_no_checkpoint(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", busy)
+        patch.setattr(Path, "open", busy)
         with pytest.raises(OSError, match="Too many open files"):
             a_trainer(folder).fit(resume=True)
     assert len(checkpoints(folder)) == 2

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from steelman.attacks import PGD
 from steelman.errors import UserError
 from steelman.heads import Head, head_of
+from steelman.imports import imported
 from steelman.models.classifier import (
     Classifier,
     Ensemble,
     build_classifier,
-    imported,
     load_state,
     load_weights,
 )
@@ -113,7 +113,7 @@ def test_a_head_on_an_imported_model_takes_the_place_of_its_last_layer() -> None
         (f"{HERE}:", {}, "cannot import"),
         (":factory", {}, "cannot import"),
         (f"{HERE}:not_a_model", {}, "should give a torch.nn.Module, got int"),
-        (f"{HERE}:HERE", {}, "could not be called with"),
+        (f"{HERE}:HERE", {}, "should be a function or a class"),
         (f"{HERE}:factory", {"depth": 3}, "could not be called with {'depth': 3}: .*unexpected keyword"),
         (f"{HERE}:factory", {"mean": (0.5,)}, "normalises its own input"),
         (f"{HERE}:factory", {"std": (0.5,)}, "normalises its own input"),
@@ -129,7 +129,7 @@ def test_a_module_that_is_broken_shows_its_own_error(tmp_path: Path, monkeypatch
     (tmp_path / "broken_module_for_steelman.py").write_text("raise ZeroDivisionError('mine')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ZeroDivisionError, match="mine"):
-        imported("broken_module_for_steelman:factory")
+        imported("broken_module_for_steelman:factory", {}, ["broken_module_for_steelman"])
     sys.modules.pop("broken_module_for_steelman", None)
 
 

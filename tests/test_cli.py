@@ -359,9 +359,15 @@ def test_train_from_a_recipe_file_of_ones_own(command: Command, tmp_path: Path) 
         "evaluation: {samples: 10, attacks: {FGSM: fgsm}}\n"
     )
     code, _, err = command("train", "mine.yaml")
+    assert code == 2
+    assert "allow its module: --allow-import tests.test_cli on the command line" in err
+    assert not (tmp_path / "runs").exists()
+    code, _, err = command("train", "mine.yaml", "--allow-import", "tests.test_cli")
     assert (code, err) == (0, "")
     assert (tmp_path / "runs" / "my-first-run-" / "report.html").is_file()
-    assert command("evaluate", "runs/my-first-run-", "--samples", "5", "--attack", "fgsm")[0] == 0
+    ask = ("evaluate", "runs/my-first-run-", "--samples", "5", "--attack", "fgsm")
+    assert "--allow-import tests.test_cli" in command(*ask)[2]
+    assert command(*ask, "--allow-import", "tests.test_cli")[0] == 0
 
 
 @pytest.mark.timeout(240)

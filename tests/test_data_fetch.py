@@ -22,7 +22,7 @@ import torch
 
 from steelman.data import available, data_root, fetch, get, load, store
 from steelman.data import download as download_module
-from steelman.data.datasets import published
+from steelman.data.datasets import DATASETS, published
 from steelman.data.download import StorageError
 from steelman.data.fetch import FETCHABLE
 from steelman.data.formats import PARTS
@@ -379,7 +379,9 @@ def test_get_load_and_available_by_name(server: Server, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=r"^mnist is not on this machine; run: steelman data get mnist$"):
         load("mnist")
     assert available()["mnist"] == "not here; run: steelman data get mnist"
-    monkeypatch.setitem(FETCHABLE, "mnist", dataclasses.replace(official(server), name="mnist"))
+    small = dataclasses.replace(official(server), name="mnist")
+    monkeypatch.setitem(FETCHABLE, "mnist", small)
+    monkeypatch.setitem(DATASETS, "mnist", published(small))
     path = get("mnist")
     assert path == tmp_path / "mnist" / "mnist.safetensors"
     assert available()["mnist"] == f"ready: {path}"

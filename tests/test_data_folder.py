@@ -160,7 +160,7 @@ def test_other_kinds_of_image(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((30, 30), np.uint16)).save(folder / "2.png")
     source = FolderSource(tmp_path, size=8, resize=8)
     assert source.images(torch.tensor([0, 1])).shape == (2, 3, 8, 8)
-    with pytest.raises(UserError, match=r"2\.png: expected 8 bits a channel, got an image of mode I;16"):
+    with pytest.raises(UserError, match=r"2\.png: expected 8 bits a channel, got 16 bits"):
         source.images(torch.tensor([2]))
 
 

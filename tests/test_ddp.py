@@ -22,7 +22,7 @@ from steelman.rng import Key
 from steelman.threat import ThreatModel
 from steelman.training import run
 from steelman.training.checkpoint import checkpoint_path, checkpoints
-from tests.training_helpers import Running, a_batch, a_net, metrics, newest, same_run, two_processes, wait_for
+from tests.training_helpers import OWN, Running, a_batch, a_net, metrics, newest, same_run, two_processes, wait_for
 
 COMMON = (
     "training.epochs=2",
@@ -37,6 +37,7 @@ COMMON = (
 )
 # Batch norm, dropout and an average: whatever differs between the processes must come back to each.
 NOISY = (*COMMON, "model=tests.training_helpers:digits_net", "training.ema=0.9", "compute.devices=2")
+AGAIN = ("resume", "run", "--allow-import", *OWN)
 TRAIN = ("train", "digits-pgd-at", *NOISY, "--out", "run")
 
 pytestmark = pytest.mark.timeout(240)
@@ -77,7 +78,7 @@ def test_two_processes_train_to_what_one_does(objective: str, tmp_path: Path) ->
     options = (*common, net, "data={name: digits, augment: {name: crop, pad: 1}}")
     both = two_processes(tmp_path, "train", "digits-pgd-at", *options, "compute.devices=2", "--out", "two")
     source, _ = recipes.read("digits-pgd-at", options)
-    run.train(source, tmp_path / "one", console=Console(quiet=True))
+    run.train(source, tmp_path / "one", console=Console(quiet=True), allow_import=OWN)
     ended(both, {0})
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, value in one.items():
@@ -106,9 +107,9 @@ def test_what_an_objective_carries_is_each_processes_own(tmp_path: Path) -> None
     text = recipe.read_text()
     recipe.write_text(text.replace("devices: 2", "devices: 1"))
     with pytest.raises(UserError, match="another recipe"):
-        run.resume(tmp_path / "run", Console(quiet=True))
+        run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
     recipe.write_text(text)
-    ended(two_processes(tmp_path, "resume", "run"), {0})
+    ended(two_processes(tmp_path, *AGAIN), {0})
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +140,13 @@ def test_stopped_by_a_signal_then_killed_and_resumed_with_a_damaged_checkpoint(t
     both[1].signal(signal.SIGTERM)
     ended(both, {143})
     assert "steelman resume run" in both[0].error
-    both = started(tmp_path, "resume", "run", steps=12)
+    both = started(tmp_path, *AGAIN, steps=12)
     for one in both:
         one.signal(signal.SIGKILL)
     ended(both, {137})
     path = checkpoints(tmp_path / "run")[0] / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    again = two_processes(tmp_path, "resume", "run")
+    again = two_processes(tmp_path, *AGAIN)
     ended(again, {0})
     assert "going on from the one before" in " ".join(again[0].output.split())
     same_result(unbroken, tmp_path / "run")
@@ -162,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_both_with_a_sentence(tmp_path
     source, _ = recipes.read("digits-pgd-at", NOISY)
     run.prepare(tmp_path / "run", source)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    both = two_processes(tmp_path, "resume", "run")
+    both = two_processes(tmp_path, *AGAIN)
     ended(both, {2})
     assert "could not save a checkpoint in run" in both[0].error
 

@@ -216,7 +216,7 @@ def test_leftovers_of_a_killed_process_are_swept_and_other_files_are_not(tmp_pat
     for name in (
         ".evidence.json.a1b2c3d4",
         ".adversarial-0001.safetensors._bcdefgh",
-        "work/.00-00002.safetensors.abcdefgh",
+        "work/.00-00002.batch.abcdefgh",
     ):
         (out / name).write_bytes(b"half")
     kept = [".gitignore", ".notes.json", "report.html"]
@@ -351,7 +351,7 @@ def test_a_damaged_mark_is_named(unfinished: Path, content: bytes) -> None:
 def test_a_damaged_batch_is_named_and_can_be_computed_again(unfinished: Path, tmp_path: Path) -> None:
     batch = sorted((unfinished / "work").glob("01-*"))[1]
     batch.write_bytes(batch.read_bytes()[:40])
-    with pytest.raises(UserError, match=rf"{batch.name} is damaged .*delete it"):
+    with pytest.raises(UserError, match=rf"{batch.name} does not fit its checksum; delete it"):
         run(unfinished)
     batch.unlink()
     run(unfinished)
@@ -380,7 +380,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
         with pytest.raises(UserError, match=r"cannot write .*: No space left on device\. What is finished is kept"):
             run(out)
     assert not (out / "evidence.json").exists() or fails_at == 13
-    done = len(list((out / "work").glob("*.safetensors")))
+    done = len(list((out / "work").glob("*.batch")))
     assert done == min(fails_at - 2, 9) if fails_at > 1 else done == 0
     run(out)
     run(tmp_path / "whole")

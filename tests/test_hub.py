@@ -48,6 +48,9 @@ def describe(folder: Path, **changed: Any) -> None:
         "classes": ["a", "b", "c"],
         "data": {"name": "noise", "options": {}},
         "threat": dataclasses.asdict(THREAT),
+        "auxiliary_norm": None,
+        "epoch": 1,
+        "members": None,
         "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
         **changed,
     }
@@ -278,33 +281,18 @@ def planted(**options: str) -> nn.Module:
     return a_net()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"name": "tests.test_hub:planted", "options": {"command": "rm"}, "mean": [0.0], "std": [1.0]},
-        "tests.test_hub:planted",
-        {"name": "linear", "factory": ["tests.test_hub:planted"]},
-    ],
-)
-def test_code_that_a_run_names_is_not_imported(run: Path, hub: FakeHub, model: object) -> None:
+def test_code_that_a_run_names_is_not_imported(run: Path, hub: FakeHub) -> None:
     push(run, REPO)
-    describe(hub.root / REPO, model=model)
-    for source in (REPO, hub.root / REPO):
-        with pytest.raises(
-            UserError, match=r"made by 'tests.test_hub:planted', and to load it would import and call that"
-        ):
-            pull(source)
+    foreign = {"name": "tests.test_hub:planted", "options": {"command": "rm"}, "mean": [0.0], "std": [1.0]}
+    describe(hub.root / REPO, model=foreign)
+    for folder in (pull(REPO), hub.root / REPO):
+        with pytest.raises(UserError, match=r"made by 'tests.test_hub:planted', and to build it would import and call"):
+            load_model(folder)
+        with pytest.raises(UserError, match=r"allow_import=\['tests.test_hub'\] in Python"):
+            load_model(folder, allow_import=["tests", "tests.test_hub:other", "tests.test_hub.planted"])
     assert CALLED == []
-    assert pull(REPO, allow=["tests.test_hub:planted"]).is_dir()
-    with pytest.raises(UserError, match="planted"):
-        pull(REPO, allow=["tests.test_hub:other"])
-
-
-@pytest.mark.parametrize("recipe", ["model: os:system\n", "model:\n  name: os:system\n  command: rm\n"])
-def test_code_that_a_recipe_names_is_told_too(run: Path, recipe: str) -> None:
-    (run / "recipe.yaml").write_text(recipe)
-    with pytest.raises(UserError, match="made by 'os:system'"):
-        pull(run)
+    load_model(pull(REPO), allow_import=["tests.test_hub"])
+    assert CALLED == ["{'command': 'rm'}"]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +301,8 @@ def test_code_that_a_recipe_names_is_told_too(run: Path, recipe: str) -> None:
         ("model.json", "{", "model.json is damaged"),
         ("model.json", "[]", "model.json is damaged: expected a mapping, got list"),
         ("model.json", '{"model": ' + "[" * 100_000, "model.json is damaged"),
-        ("recipe.yaml", "a: [", "recipe.yaml is damaged"),
-        ("recipe.yaml", "!!python/object/apply:os.system [rm]", "recipe.yaml is damaged"),
+        ("model.json", '{"format": 1, "format": 1}', "model.json is damaged: expected each key once"),
+        ("model.json", '{"model": "os:system"}', "model.json is damaged: format is missing"),
     ],
 )
 def test_damaged_files_are_told(run: Path, name: str, content: str, error: str) -> None:

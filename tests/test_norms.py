@@ -28,7 +28,7 @@ from steelman.objectives.trades import TRADES
 from steelman.training import Around, run, trainer
 from steelman.training.folder import load_model
 from tests.test_pgd import everything
-from tests.training_helpers import a_batch, a_net, a_trainer, digits_net, interrupted_at, same_run
+from tests.training_helpers import OWN, a_batch, a_net, a_trainer, digits_net, interrupted_at, same_run
 
 BRANCHES: tuple[Branch, Branch] = ("clean", "adversarial")
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -325,12 +325,12 @@ def recipe(*overrides: str) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auxiliary") / "run"
     torch.manual_seed(0)
-    run.train(recipe(*AUXILIARY), folder, console=Console(quiet=True))
+    run.train(recipe(*AUXILIARY), folder, console=Console(quiet=True), allow_import=OWN)
     return folder
 
 
 def test_a_reloaded_model_predicts_through_the_branch_the_recipe_names(whole: Path) -> None:
-    model, record = load_model(whole)
+    model, record = load_model(whole, OWN)
     assert record["auxiliary_norm"] == "adversarial"
     (norm,) = auxiliaries(model)
     assert norm.branch == "adversarial"
@@ -371,9 +371,9 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(TRADES, "__call__", stopping)
         with pytest.raises(TrainingInterruptedError):
-            run.train(recipe(*AUXILIARY), tmp_path / "run", console=Console(quiet=True))
+            run.train(recipe(*AUXILIARY), tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    run.resume(tmp_path / "run", Console(quiet=True))
+    run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
     name = "model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
 
@@ -437,5 +437,5 @@ def test_a_branch_that_does_not_exist_is_refused() -> None:
 def test_a_model_without_batch_norm_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     source = recipe("objective=trades", "model=mlp", "around.auxiliary_norm=clean", *QUIET)
     with pytest.raises(UserError, match="the model has no batch norm to split"):
-        run.train(source, tmp_path / "run", console=Console(quiet=True))
+        run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     assert not (tmp_path / "run").exists()

@@ -23,6 +23,7 @@ from steelman.training import Trainer, run
 from steelman.training import folder as folders
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
+    OWN,
     Made,
     Running,
     a_net,
@@ -221,6 +222,7 @@ TINY = (
     "compute.accelerator=cpu",
 )
 DATA = "data={name: digits, augment: {name: crop, pad: 1}}"
+AGAIN = ("resume", "run", "--allow-import", *OWN)
 RECIPE = ("train", "digits-pgd-at", *(DATA if item.startswith("data.") else item for item in TINY))
 
 
@@ -229,7 +231,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same recipe in one go, in this process."""
     folder = tmp_path_factory.mktemp("unbroken")
     source, origin = recipes.read(RECIPE[1], RECIPE[2:])
-    run.train(source, folder / "run", console=Console(quiet=True), origin=origin)
+    run.train(source, folder / "run", console=Console(quiet=True), origin=origin, allow_import=OWN)
     return folder / "run"
 
 
@@ -264,7 +266,7 @@ def test_sigkill_at_five_random_moments(tmp_path: Path, unbroken: Path) -> None:
         assert running.end() == 128 + signal.SIGKILL, running.error
         assert not (folder / "run.json").exists()
         killed += 1
-        running = steelman(tmp_path, "resume", "run")
+        running = steelman(tmp_path, *AGAIN)
     assert killed >= 3
     assert running.end() == 0, running.error
     same_results(unbroken, folder)
@@ -280,11 +282,11 @@ def test_a_signal_to_the_command_line(tmp_path: Path, unbroken: Path, number: in
     running.signal(number)
     assert running.end() == code
     assert "Traceback" not in running.error
-    assert "everything is saved; go on with: steelman resume run" in running.error
-    again = steelman(tmp_path, "resume", "run")
+    assert "everything is saved; go on with: steelman resume run --allow-import tests.training_helpers" in running.error
+    again = steelman(tmp_path, *AGAIN)
     assert again.end() == 0, again.error
     same_results(unbroken, folder)
-    third = steelman(tmp_path, "resume", "run")
+    third = steelman(tmp_path, *AGAIN)
     assert third.end() == 2
     assert "run is finished; its report is run/report.html" in third.error
 
@@ -295,9 +297,9 @@ def test_killed_while_evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(folders, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            run.train(source, tmp_path / "run", console=Console(quiet=True))
+            run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("trained again"))
-    found = run.resume(tmp_path / "run", Console(quiet=True))
+    found = run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
     assert found is not None
     assert (tmp_path / "run" / "run.json").is_file()
 
@@ -308,8 +310,8 @@ def test_killed_before_the_report_is_written(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(folders, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
-            run.train(source, tmp_path / "run", console=Console(quiet=True))
-    run.resume(tmp_path / "run", Console(quiet=True))
+            run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
+    run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
     assert (tmp_path / "run" / "report.html").is_file()
 
 
@@ -320,17 +322,17 @@ def read_all(folder: Path) -> dict[str, Any]:
 def test_an_edited_recipe_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     source, _ = recipes.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
     folder = tmp_path / "run"
-    run.train(source, folder, console=Console(quiet=True))
+    run.train(source, folder, console=Console(quiet=True), allow_import=OWN)
     (folder / "run.json").unlink()
     text = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(text.replace("eps: 0.15", "eps: 0.2"))
     before = read_all(folder)
     with pytest.raises(UserError, match="another recipe"):
-        run.resume(folder, Console(quiet=True))
+        run.resume(folder, Console(quiet=True), allow_import=OWN)
     assert read_all(folder) == before
     # Measuring otherwise is no other training.
     (folder / "recipe.yaml").write_text(text.replace("samples: 16", "samples: 20"))
-    found = run.resume(folder, Console(quiet=True))
+    found = run.resume(folder, Console(quiet=True), allow_import=OWN)
     assert found is not None
     assert found.evaluation.total == 20
 

@@ -426,7 +426,7 @@ TINY = (
     "evaluation.suite=null",
     "evaluation.attacks={FGSM: fgsm}",
     "compute.accelerator=cpu",
-    "model=tests.test_transfer:digits",
+    "model={name: mlp, width: 16}",
     "objective=standard",
 )
 Command = Callable[..., tuple[int, str, str]]

@@ -482,7 +482,7 @@ INCONSISTENT: dict[str, tuple[Callable[[Forged], Any], str]] = {
     "escalated": (lambda f: f.record["verdict"].update(escalated=True), "escalated pgd did not run"),
     "a flag ignored": (flagged, "in spite of the flag"),
     "a flag lowered": (lambda f: flagged(f, raised=False), "against its own figure"),
-    "a claim that nobody knows": (lambda f: f.record["verdict"].update(correct=N), r"verdict\.correct: extra"),
+    "a claim that nobody knows": (lambda f: f.record["verdict"].update(correct=N), r"verdict\.correct is no key"),
     "a curve of more": (lambda f: f.record.update(curve=[{"eps": 1, "correct": 2, "total": 1}]), "the curve counts 2"),
     "digest of the data": (lambda f: f.record.update(data_digest="0" * 64), "data_digest"),
     "an image too many": (lambda f: f.add(f.row(ROBUST), f.shards[FIRST]["images"][0]), "not claimed to be broken"),

@@ -98,11 +98,11 @@ def test_names_that_lead_elsewhere(bundle: Path, tmp_path: Path) -> None:
         files = dict(forged.record["files"])
         forged.record["files"] = {**files, name: "0" * 64}
         forged.seal()
-        with pytest.raises(DamagedError, match="no evidence is kept in a file called"):
+        with pytest.raises(DamagedError, match="no evidence is kept in a file called|text without NUL"):
             verify(bundle)
         forged.record["files"] = files
     (tmp_path / "folder" / "evidence.json").mkdir(parents=True)
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="expected a file, got a folder"):
         verify(tmp_path / "folder")
     with pytest.raises(UserError, match=r"no evidence in .*nowhere: evidence\.json is missing"):
         verify(tmp_path / "nowhere")

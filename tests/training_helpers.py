@@ -66,6 +66,9 @@ class Helper(nn.Module):
         return torch.stack([(k + 1) * torch.sin(x * (k + 1)).flatten(1).sum(dim=1) for k in range(3)], dim=1)
 
 
+OWN = ("tests.training_helpers",)  # the module of digits_net: recipes with it need ``allow_import=OWN``
+
+
 def digits_net(dropout: float = 0.3) -> nn.Module:
     """For recipes, through an import path: batch norm and dropout on 8x8 digits."""
     return nn.Sequential(Backbone(32, dropout, 64), nn.Linear(32, 10))

@@ -13,12 +13,15 @@ import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pydantic
 import yaml
 
 from steelman.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -64,7 +67,7 @@ def read_json(
     """The value of a JSON file, or of JSON given as bytes or text.
 
     Refused are: more than `most_bytes`, lists and mappings nested more than `deepest` times, a key twice in a mapping,
-    whole numbers of more than 64 bits, NaN, Infinity, NUL characters and halves of characters.
+    whole numbers of more than 64 bits, NaN, Infinity, NUL characters and unpaired surrogates.
 
     `what` names the source in errors; by default it is the path.
     """
@@ -107,6 +110,26 @@ def read_yaml(
         raise UserError(f"{what} is not YAML: {_reason(error)}") from None
     except (ValueError, OverflowError) as error:  # an impossible date
         raise UserError(f"{what} is not YAML: {error}") from None
+
+
+def read_tensors(content: bytes, *, what: str, most_header: int = JSON_BYTES) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Its header is JSON, which is limited like any other: a key that comes twice would be two tensors in one name.
+    """
+    from safetensors import SafetensorError  # here, because the shell's completion reads recipes without torch
+    from safetensors.torch import load
+
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > len(content) - 8:
+        raise UserError(f"{what}: expected a safetensors file, got {len(content):,} bytes that are none")
+    header = read_json(content[8 : 8 + size], what=what, most_bytes=most_header)
+    if not isinstance(header, dict):
+        raise UserError(f"{what}: expected a mapping as the header, got {type(header).__name__}")
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise UserError(f"{what}: {str(error)[:200]}") from None
 
 
 def checked(schema: type[T], value: object, *, what: str) -> T:
@@ -194,10 +217,10 @@ def _constant(text: str) -> NoReturn:
 
 
 def _check_texts(value: object) -> None:
-    """Refuse what no file and no terminal can take: NUL, and halves of characters."""
+    """Refuse what no file and no terminal can take: NUL, and unpaired surrogates."""
     for text in _texts(value):
         if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text):
-            raise _RefusedError(f"expected text without NUL and without halves of characters, got {shown(text)}")
+            raise _RefusedError(f"expected text without NUL and without unpaired surrogates, got {shown(text)}")
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -256,6 +279,8 @@ class _Loader(_BASE):  # type: ignore[misc]
             if key.tag == "tag:yaml.org,2002:merge":
                 raise _RefusedError(f"{line}: expected the keys themselves, got <<")
             name = self.construct_object(key)
+            if not isinstance(name, str | int | float | None):
+                raise _RefusedError(f"{line}: expected a text as the key, got {shown(str(name))}")
             if name in seen:
                 raise _RefusedError(f"{line}: expected each key once in a mapping, got {shown(name)} twice")
             seen.add(name)

@@ -21,7 +21,21 @@ def resume_command(folder: Path) -> str:
     """
     if (folder / "fit.json").is_file():
         return "the same call of steelman.fit"
-    return f"steelman resume {shlex.quote(str(folder))}"
+    module = _own_module(folder / "recipe.yaml")
+    return f"steelman resume {shlex.quote(str(folder))}" + (f" --allow-import {module}" if module else "")
+
+
+def _own_module(path: Path) -> str:
+    """The module of the user's own model in a recipe, or an empty text."""
+    from steelman.bounded import read_yaml  # here, because it imports this file
+
+    try:
+        model = read_yaml(path)["model"]
+        name = str(model if isinstance(model, str) else model["name"])
+    except (UserError, OSError, LookupError, TypeError):
+        return ""
+    module, colon, _ = name.partition(":")
+    return module if colon else ""
 
 
 class TrainingInterruptedError(Exception):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from steelman.attacks import ATTACKS, Attack, Search
+from steelman.bounded import read_yaml, shown
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, unknown
@@ -26,6 +26,8 @@ from steelman.schedules import value_at
 from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
 from steelman.training import Around, Compute, Guard, RunSettings, Training, Validation
+
+MOST_PARTS = 20  # of a dotted key
 
 
 def _with_options(value: object, own: set[str]) -> object:
@@ -229,7 +231,8 @@ def fingerprint(source: Mapping[str, Any]) -> str:
     """A short hash of everything in a recipe that can change the trained weights."""
     words = ("description", "published", "chosen", "evaluation")
     content = {key: value for key, value in source.items() if key not in words}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    content = json.loads(json.dumps(content, default=str))  # now all keys are texts, and can be sorted
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
@@ -316,6 +319,19 @@ def read(name: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]
     return source, str(path)
 
 
+def named_by(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The import path of the model that `overrides` name, if they name one. Whoever types it allows its import.
+
+    >>> named_by(["training.epochs=3", "model=mynets.small:make"])
+    ('mynets.small:make',)
+    """
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        _override(typed, override)
+    name = typed.get("model") if isinstance(typed.get("model"), str) else setting(typed, "model.name")
+    return (name,) if isinstance(name, str) and ":" in name else ()
+
+
 def check_root(source: Mapping[str, Any], origin: str) -> None:
     """Refuse a recipe for the user's own images that does not say where they are."""
     name = source.get("data") if isinstance(source.get("data"), str) else setting(source, "data.name")
@@ -331,13 +347,12 @@ def _override(source: dict[str, Any], text: str) -> None:
         raise UserError(f"expected key=value, such as training.epochs=3, got {text!r}")
     place: dict[str, Any] = source
     *parents, last = key.split(".")
+    if len(parents) > MOST_PARTS:
+        raise UserError(f"{shown(key)}: expected a key of at most {MOST_PARTS} parts, got {len(parents) + 1}")
     for part in parents:
         inner = place.get(part)
         if inner is None or not isinstance(inner, dict):
             inner = {} if inner is None else {"name": inner}
             place[part] = inner
         place = inner
-    try:
-        place[last] = yaml.safe_load(value) if value else None
-    except yaml.YAMLError:
-        raise UserError(f"{key}: {value!r} is not a YAML value") from None
+    place[last] = read_yaml(value, what=f"{shown(key)[1:-1]}: {shown(value)}") if value else None

@@ -7,15 +7,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from steelman.bounded import read_yaml
 from steelman.errors import UserError, unknown
 
 # A recipe does not take these keys from its base: they describe the base alone.
 OWN = ("name", "description", "published")
 MISSING = object()
-# The C version of the safe loader is several times as fast. Not every PyYAML has it.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOST_BASES = 20  # a chain of recipes; more are a mistake, or an attack
 
 
 def recipes() -> dict[str, Path]:
@@ -48,18 +46,17 @@ def load(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         if below.resolve() in chain:
             circle = " -> ".join(one.stem for one in (*chain, below))
             raise UserError(f"expected a base that is not based on this recipe, got {circle}")
+        if len(chain) > MOST_BASES:
+            raise UserError(f"expected at most {MOST_BASES} bases below each other, got more")
         return laid_over(load(below, chain), own)
     except UserError as error:
         raise UserError(f"{path}: base: {error}") from None
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        source = yaml.load(path.read_text(), LOADER)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise UserError(f"no recipe at {path}") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for an impossible date
-        raise UserError(f"{path} is not YAML: {error}") from None
+    if not path.is_file():
+        raise UserError(f"no recipe at {path}")
+    source = read_yaml(path)
     if not isinstance(source, dict):
         raise UserError(f"{path}: expected a mapping of keys to values, got {type(source).__name__}")
     return source

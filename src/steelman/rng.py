@@ -64,13 +64,16 @@ class Key:
         return _mix(start[:, None] + counter[None, :])
 
     def uniform(self, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uniform noise in [0, 1) of shape (N, *shape). Each value has 24 bits, so float32 and float64 agree."""
+        """Uniform noise in [0, 1) of shape (N, *shape). Each value has 24 bits, so float32 and float64 agree.
+
+        In half precision, the largest values are rounded to 1.
+        """
         count = math.prod(shape)
         bits = self.bits(index, (count + 1) // 2)
         high = (bits >> 40) & 0xFFFFFF
         low = (bits >> 8) & 0xFFFFFF
         both = torch.stack((high, low), dim=-1).flatten(1)[:, :count]
-        # Half precision cannot hold 24 bits: the product would be infinite.
+        # Half precision cannot hold whole numbers near 2^24: float16 would make them infinite.
         exact = torch.promote_types(dtype, torch.float32)
         return (both.to(exact) * 2.0**-24).to(dtype).reshape(len(index), *shape)
 

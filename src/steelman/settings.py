@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
-import yaml
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 
+from steelman.bounded import read_yaml, shown
 from steelman.errors import UserError, unknown
 
 T = TypeVar("T")
@@ -167,8 +167,5 @@ def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"expected an option as key=value, got {text!r}")
-        try:
-            options[key.strip()] = number(yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise UserError(f"{key.strip()}: {value!r} is not a YAML value") from None
+        options[key.strip()] = number(read_yaml(value, what=f"{key.strip()}: {shown(value)}"))
     return options

@@ -17,9 +17,10 @@ from steelman.threat import Norm
 
 @settings
 class RayS(Search):
-    """min over s in {-1, 1}^d of the radius r at which x + r s is misclassified, by flipping ever smaller blocks of s.
+    """Find the signs s in {-1, 1}^d for which x + r s is misclassified at the smallest radius r.
 
-    Each flip is first tried at the best radius so far. If it is adversarial there, a bisection finds its own radius.
+    The attack flips the signs of blocks of pixels. After each round the blocks have half the size. Each flip is first
+    tried at the best radius so far. If it is adversarial there, a bisection finds its own radius.
 
     Arguments:
         queries: the most queries for each sample, the clean image included.

@@ -42,8 +42,8 @@ class Square(Search):
         ahead: how many squares are asked about at once, each as if those before it had been refused. The squares after
             the first that helps are asked about again. It is the same search in fewer and larger batches. It is quicker
             for a few samples, and costs more queries.
-        resign: True lets a sample leave that would not be broken by the end, even at 5 times the pace of its last 256
-            queries.
+        resign: True stops hopeless samples early. After each 256 squares the search looks at the gain of each sample
+            over them. A sample leaves if even 5 times this gain, kept up to the end, would not break it.
 
     Towards a target, the loss is the cross-entropy of the target, as in AutoAttack, and `resign` has no effect.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from steelman.cli.distance import app as distance_app
 from steelman.cli.distance import say_if
 from steelman.cli.evidence import app as evidence_app
 from steelman.cli.listing import (
+    AllowImport,
     Kind,
     complete_fetchable,
     complete_recipe,
@@ -27,6 +29,8 @@ from steelman.cli.listing import (
     print_table,
 )
 from steelman.errors import TrainingInterruptedError, UserError
+
+TRACEBACK = "STEELMAN_TRACEBACK"  # with this variable set, every error shows its traceback
 
 app = typer.Typer(
     name="steelman",
@@ -70,6 +74,7 @@ def train(
         typer.Argument(help="Settings to change, as dotted key=value: training.epochs=3 threat.eps=8/255 head=he"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
+    allow_import: AllowImport = None,
 ) -> None:
     """Train a recipe, keep its best model, measure it on the test set, and write a report.
 
@@ -82,19 +87,24 @@ def train(
 
     source, origin = recipes.read(recipe, overrides or [])
     recipes.check_root(source, origin)
-    folder = out or Path("runs") / re.sub(r"[^\w.+-]+", "-", str(source.get("name", "run")))
-    run.train(source, folder, console=console, origin=origin)
+    # A name such as ".." would be a folder above runs.
+    name = re.sub(r"[^\w.+-]+", "-", str(source.get("name", ""))).lstrip(".")[:100] or "run"
+    allowed = (*(allow_import or ()), *recipes.named_by(overrides or []))
+    run.train(source, out or Path("runs") / name, console=console, origin=origin, allow_import=allowed)
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")]) -> None:
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")],
+    allow_import: AllowImport = None,
+) -> None:
     """Go on with an interrupted run. It ends with the same weights, to the bit, as if it had never stopped.
 
     Example: steelman resume runs/mine
     """
     from steelman.training import run
 
-    run.resume(folder, console)
+    run.resume(folder, console, allow_import=allow_import or ())
 
 
 @app.command()
@@ -151,6 +161,7 @@ def evaluate(
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the evidence and report.html.")] = None,
+    allow_import: AllowImport = None,
 ) -> None:
     """Give a verdict on a model: robust accuracy with its 95% interval, how far to trust it, and the evidence.
 
@@ -181,6 +192,7 @@ def evaluate(
         more_outputs=more_outputs,
         workers=workers,
         out=out,
+        allow_import=allow_import or (),
         console=console,
     )
     say_if(untrained)
@@ -210,6 +222,7 @@ def transfer(
     seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for transfer.json.")] = None,
+    allow_import: AllowImport = None,
 ) -> None:
     """Craft images on each model, and score them on every other: a table of accuracies with 95% intervals.
 
@@ -230,6 +243,7 @@ def transfer(
         seed=seed,
         workers=workers,
         out=out,
+        allow_import=allow_import or (),
         console=console,
     )
 
@@ -310,10 +324,12 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the command line. A user's mistake, a full disk or a signal ends it with a sentence, without a traceback."""
+    """Run the command line. Every failure ends with one sentence and its own exit code, not with a traceback."""
     errors = Console(stderr=True, soft_wrap=True)
 
     def fail(text: str, code: int) -> None:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
         errors.print(Text.assemble(("error: ", "bold red"), text))
         sys.exit(code)
 
@@ -324,7 +340,7 @@ def main() -> None:
     except TrainingInterruptedError as error:
         errors.print(Text(f"\n{error}"))
         sys.exit(128 + error.number)
-    except BrokenPipeError:  # the reader of the output has ended, as `| head` does; no error text could reach it
+    except BrokenPipeError:  # who reads the output has gone, as `| head` does; nobody is left to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
@@ -332,3 +348,18 @@ def main() -> None:
         fail(f"{error.strerror or error}{where}", 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
+    except MemoryError:
+        fail("there is not enough memory; try a smaller batch size, a smaller model or fewer workers", 3)
+    except RecursionError:
+        fail(f"the input is nested too deeply, or this is a mistake in steelman. {_how_to_report()}", 3)
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        kind = type(error).__name__
+        fail(f"this is a mistake in steelman: {kind}{f': {said[:500]}' if said else ''}. {_how_to_report()}", 3)
+
+
+def _how_to_report() -> str:
+    return (
+        f"Please report it, with the command and the version, steelman {__version__}. {TRACEBACK}=1 before the command "
+        "shows where it happened"
+    )

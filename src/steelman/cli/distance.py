@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelman.cli.listing import console
+from steelman.cli.listing import AllowImport, console
 from steelman.errors import UserError
 
 app = typer.Typer()
@@ -47,6 +47,7 @@ def distance(
     seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for distances.json.")] = None,
+    allow_import: AllowImport = None,
 ) -> None:
     """Measure how far the nearest adversarial points are: the mean and the median distance with 95% intervals.
 
@@ -64,7 +65,16 @@ def distance(
     _, chosen = subjects.attack_from_text(attack)
     if out is not None and (out / "distances.json").exists():
         raise UserError(f"--out: {out} already holds distances; choose another folder, or delete it")
-    asked = subjects.subject(target, data=data, root=root, weights=weights, layout=layout, head=head, options=options)
+    asked = subjects.subject(
+        target,
+        data=data,
+        root=root,
+        weights=weights,
+        layout=layout,
+        head=head,
+        options=options,
+        allow_import=allow_import or (),
+    )
     threat = subjects.threat_from(asked.described.get("threat"), norm, eps)
     model, dataset = asked.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,14 @@ from rich.text import Text
 console = Console()
 if not console.is_terminal:
     console = Console(width=140)  # the default width for a log file, 80, is too narrow for tables
+
+AllowImport = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A module that a folder or a recipe file may name: package.module. To build such a model imports and "
+        "calls its code. Repeat for more."
+    ),
+]
 
 
 class Kind(StrEnum):

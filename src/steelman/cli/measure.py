@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from steelman import data as datasets
 from steelman.attacks import ATTACKS
+from steelman.bounded import read_json
 from steelman.cli.subjects import (
     attack_from_text,
     free_name,
@@ -35,6 +35,7 @@ from steelman.evaluation.suites import suite_of
 from steelman.evaluation.transfer import Transfer, transfer
 from steelman.evidence.bundle import finished, read_bundle, weights_digest
 from steelman.evidence.verify import verify
+from steelman.files import sweep
 from steelman.progress import showing
 from steelman.report import Entry, html, tables, text
 from steelman.settings import name_and_options, options_of
@@ -61,13 +62,23 @@ def measure(
     more_outputs: bool = False,
     workers: int,
     out: Path | None,
+    allow_import: Collection[str] = (),
     console: Console,
 ) -> Evaluation:
     """Evaluate a run or a model, print the verdict, and write the evidence and report.html."""
     if suite is not None and attacks:
         raise UserError("--suite and --attack: expected one of them; a suite has its own attacks")
     given = dict(attack_from_text(text) for text in attacks)
-    asked = subject(target, data=data, root=root, weights=weights, layout=layout, head=head, options=options)
+    asked = subject(
+        target,
+        data=data,
+        root=root,
+        weights=weights,
+        layout=layout,
+        head=head,
+        options=options,
+        allow_import=allow_import,
+    )
     threat = threat_from(asked.described.get("threat"), norm, eps)
     check_radius(threat)
     chosen = suite_of(given or suite or "standard", threat, precision=precision, more_outputs=more_outputs)
@@ -115,6 +126,7 @@ def measure(
     console.print(tables.scores_table([entry]))
     console.print(tables.verdict_text(found))
     console.print(stages_table(found))
+    sweep(place, ["report.html"])
     html.write(place / "report.html", [entry], title=f"{found.model} on {found.data}")
     console.print(f"report: {place / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"evidence: {place}, seal {read_bundle(place).seal}", highlight=False, soft_wrap=True)
@@ -179,9 +191,9 @@ def _begun(place: Path, settings: Mapping[str, Any], chosen: Suite) -> bool:
     if done and (place / "report.html").exists():
         return False
     try:
-        kept = json.loads((place / ("evidence.json" if done else "work/run.json")).read_text())
+        kept = read_json(place / ("evidence.json" if done else "work/run.json"), most_bytes=1 << 28)
         stages = [stage["name"] for stage in kept["suite"]["stages"]]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, UserError, LookupError, TypeError):
         return False
     return stages == [stage.name for stage in chosen.stages] and all(kept.get(key) == settings[key] for key in settings)
 
@@ -200,6 +212,7 @@ def cross(
     seed: int,
     workers: int,
     out: Path | None,
+    allow_import: Collection[str] = (),
     console: Console,
 ) -> Transfer:
     """Attack each model, score its adversarial images on every target, print the table and write transfer.json."""
@@ -211,7 +224,7 @@ def cross(
     for name in sources.keys() & targets.keys():
         if Path(sources[name]).resolve() != Path(targets[name]).resolve():
             raise UserError(f"a source and a target have the name {name!r}; rename one, as in NAME={targets[name]}")
-    loaded = {name: model_at(place) for name, place in {**sources, **targets}.items()}
+    loaded = {name: model_at(place, allow_import) for name, place in {**sources, **targets}.items()}
     runs = [described for _, described in loaded.values() if described]
     threat = threat_from(threat_agreed([run["threat"] for run in runs], norm, eps), norm, eps)
     own = [run["data"] for run in runs]

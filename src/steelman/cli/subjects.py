@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from steelman import data as datasets
 from steelman.attacks import ATTACKS, Attack
 from steelman.errors import UserError, unknown
+from steelman.imports import imported
 from steelman.models import PUBLISHED_LAYOUTS
-from steelman.models.classifier import build_classifier, imported, load_state, load_weights
+from steelman.models.classifier import build_described, load_state, load_weights
 from steelman.settings import SettingsError, make, name_and_options, options_from_texts
 from steelman.threat import ThreatModel
 from steelman.training.folder import load_model
@@ -57,10 +58,15 @@ def subject(
     layout: str | None,
     head: str,
     options: Sequence[str],
+    allow_import: Collection[str] = (),
 ) -> Subject:
-    """Find the model and the data that the options of a command name."""
+    """Find the model and the data that the options of a command name.
+
+    `allow_import` are the modules that the folder of a run may name. `target` itself was typed: it may be an import
+    path.
+    """
     folder = Path(target)
-    model, described = load_model(folder) if folder.is_dir() else (None, {})
+    model, described = load_model(folder, allow_import) if folder.is_dir() else (None, {})
     if described and (weights or layout or options or head != "linear"):
         raise UserError("--weights, --layout, --head and --option are for a model given by name; a run has its own")
     if not folder.is_dir() and ("/" in target or (":" not in target and folder.suffix)):
@@ -107,7 +113,7 @@ def _drawn(target: str, options: dict[str, Any]) -> bool:
             for seed in (1, 2):
                 torch.default_generator.manual_seed(seed)
                 torch.manual_seed = torch.random.manual_seed = unheeded
-                made.append(dict(imported(target, **options).named_parameters()))
+                made.append(dict(imported(target, options, [target]).named_parameters()))
         finally:
             torch.manual_seed, torch.random.manual_seed = kept
     one, two = made
@@ -131,14 +137,11 @@ def _named(
 ) -> nn.Module:
     """A model by registry name or import path, with weights from a file."""
     head_name, head_options = name_and_options(head)
-    model = build_classifier(
-        target,
-        input_shape=dataset.shape,
-        num_classes=dataset.num_classes,
-        head=head_name,
-        head_options=head_options,
-        **options,
-    )
+    mean, std = options.pop("mean", (0.0,)), options.pop("std", (1.0,))
+    spec = {"name": target, "options": options, "mean": mean, "std": std}
+    described_head = {"name": head_name, "options": head_options}
+    # The import path was typed, so it is allowed.
+    model = build_described(spec, described_head, dataset.shape, dataset.num_classes, [target])
     if weights is None:
         if layout is not None:
             raise UserError(f"--layout {layout}: expected --weights with it, a file of that layout")
@@ -172,13 +175,13 @@ def models_named(texts: Sequence[str]) -> dict[str, str]:
     return places
 
 
-def model_at(place: str) -> tuple[Any, dict[str, Any]]:
+def model_at(place: str, allow_import: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
     """A run's model and its description, or an imported model and an empty description."""
     if Path(place).is_dir():
-        return load_model(Path(place))
+        return load_model(Path(place), allow_import)
     if ":" not in place or "/" in place:
         raise UserError(f"no run at {place}; expected a run's folder or package.module:factory")
-    return imported(place), {}
+    return imported(place, {}, [place]), {}
 
 
 def threat_agreed(own: Sequence[dict[str, Any]], norm: str | None, eps: str | None) -> dict[str, Any] | None:

@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import validate_call
+from torch import Tensor
 
 from steelman.data.folder import FolderSource
 from steelman.data.formats import PARTS
 from steelman.data.published import FETCHABLE, Fetchable
-from steelman.data.source import UNNAMED, ArraySource, Source, name_of, split
+from steelman.data.source import MOST_CLASSES, UNNAMED, ArraySource, Source, name_of, split
 from steelman.data.store import read, stored
 from steelman.errors import UserError
 from steelman.settings import make
+
+MOST_UNPACKED, MOST_RATIO = 1 << 30, 100  # above both, an .npz file is refused
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,23 @@ def digits() -> Dataset:
     return Dataset("digits", train, test)
 
 
+_known: dict[Path, tuple[int, int, int]] = {}  # files whose arrays were checked: inode, size and time of change
+
+
+def _checked(item: Fetchable, path: Path) -> dict[str, Tensor]:
+    """The arrays of a fetched dataset. Others under its name are refused; the check is made once for each file."""
+    found = path.stat()
+    mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+    tensors, _ = read(path)
+    if _known.get(path) != mark:
+        try:
+            item.check({name: value.numpy() for name, value in tensors.items()})
+        except UserError as error:
+            raise UserError(f"{path} is not {item.name}: {error}; run: steelman data get {item.name}") from None
+        _known[path] = mark
+    return tensors
+
+
 def published(item: Fetchable) -> Callable[..., Dataset]:
     """A function that loads a fetched dataset. Its `root` is the folder of the dataset, if not the usual one."""
 
@@ -78,7 +98,7 @@ def published(item: Fetchable) -> Callable[..., Dataset]:
         if not path.is_file():
             where = f" (looked for {path})" if root is not None else ""
             raise UserError(f"{item.name} is not on this machine{where}; run: steelman data get {item.name}")
-        tensors, _ = read(path)
+        tensors = _checked(item, path)
         train, test = (
             ArraySource(tensors[f"{part}_images"], tensors[f"{part}_labels"], item.classes)
             for part in ("train", "test")
@@ -108,7 +128,10 @@ def arrays(*, root: Path | None = None) -> Dataset:
     found = {name: _array(base, name) for name in PARTS}
     # The labels of both parts, because a small test set may lack a class.
     labels = [found[name] for name in ("train_labels", "test_labels") if found[name].size]
-    classes = [str(i) for i in range(1 + max((int(values.max()) for values in labels), default=0))]
+    most = max((int(values.max()) for values in labels if values.dtype.kind in "iub"), default=0)
+    if most >= MOST_CLASSES:
+        raise UserError(f"labels: expected fewer than {MOST_CLASSES:,} classes, got label {most}")
+    classes = [str(i) for i in range(1 + most)]
     train, test = (_source(found, part, classes) for part in ("train", "test"))
     return Dataset("arrays", train, test)
 
@@ -136,6 +159,7 @@ def _array(base: Path, name: str) -> NDArray[Any]:
             content = np.load(path, mmap_mode="c", allow_pickle=False)
         else:
             with np.load(path, allow_pickle=False) as archive:
+                _check_packed(archive)
                 content = archive[name]
     except FileNotFoundError:
         raise UserError(f"expected the file {path}, found none") from None
@@ -146,6 +170,14 @@ def _array(base: Path, name: str) -> NDArray[Any]:
     if not isinstance(content, np.ndarray):
         raise UserError(f"{path}: expected one array, got {type(content).__name__}")
     return content
+
+
+def _check_packed(archive: Any) -> None:
+    """Refuse an .npz file of few bytes whose arrays would fill the memory."""
+    parts = archive.zip.infolist()
+    packed, size = (sum(getattr(part, name) for part in parts) for name in ("compress_size", "file_size"))
+    if size > MOST_UNPACKED and size > MOST_RATIO * packed:
+        raise UserError(f"its arrays take {size:,} bytes, and the file only {packed:,}; save them with numpy.savez")
 
 
 DATASETS: dict[str, Callable[..., Dataset]] = {

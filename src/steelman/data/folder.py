@@ -41,7 +41,7 @@ class FolderSource:
         self.root, self.size, self.resize = root, size, resize
         self.workers, self.name = workers, name
         self.classes, names, labels = _scan(root)
-        # An array of bytes: the workers would copy a list of strings, page by page, as they count references.
+        # One array, not a list: reading a list changes its reference counts, so each worker would copy its memory.
         self._names = np.array(names)
         self.labels = torch.tensor(labels, dtype=torch.int64)
         self.shape = (3, size, size)
@@ -66,8 +66,13 @@ class FolderSource:
     def _one(self, path: Path, noise: list[float] | None) -> Image.Image:
         try:
             with Image.open(path) as file:
-                if file.mode.startswith(("I", "F")):
-                    raise UserError(f"{path}: expected 8 bits a channel, got an image of mode {file.mode}")
+                wide = ";16" in str(getattr(file, "tile", ""))
+                if wide or file.mode.startswith(("I", "F")):
+                    kind = "16 bits" if wide else f"an image of mode {file.mode}"
+                    raise UserError(f"{path}: expected 8 bits a channel, got {kind}")
+                # Without this, the colours that transparent pixels happen to hold would become visible.
+                if file.has_transparency_data and file.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+                    raise UserError(f"{path}: expected an image without transparent pixels; save it on a background")
                 picture = file.convert("RGB")
         except UserError:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
+import math
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from steelman.bounded import read_json
 from steelman.errors import UserError
 
 Bytes = NDArray[np.uint8]
@@ -95,7 +96,7 @@ def idx(content: bytes, name: str, dimensions: int) -> Bytes:
         raise UserError(f"{name}: expected an IDX file of bytes with {dimensions} dimensions, got {content[:4]!r}")
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     values = np.frombuffer(content, np.uint8, offset=start)
-    if values.size != int(np.prod(shape, dtype=np.int64)):
+    if values.size != math.prod(shape):
         raise UserError(f"{name}: expected {'x'.join(map(str, shape))} bytes, got {values.size}")
     return values.reshape(shape)
 
@@ -136,8 +137,8 @@ def decode_sprites(files: Mapping[str, bytes]) -> Arrays:
 
     def labels(name: str) -> Bytes:
         try:
-            values = np.array(json.loads(files[name]))
-        except ValueError as error:
+            values = np.array(read_json(files[name], what=name))
+        except ValueError as error:  # lists of different lengths
             raise UserError(f"{name}: not a JSON list of labels ({error})") from None
         if values.ndim != 1 or values.dtype.kind != "i" or values.min(initial=0) < 0 or values.max(initial=0) > 9:
             raise UserError(f"{name}: expected a list of integers 0 .. 9")

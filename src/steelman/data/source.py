@@ -16,6 +16,7 @@ from steelman.errors import UserError
 from steelman.rng import Key
 
 UNNAMED = "data"  # the name of a source without a name, in the records of an evaluation
+MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and a name for each class below it would fill the memory
 
 
 @runtime_checkable
@@ -78,6 +79,11 @@ class ArraySource:
 
 def _tensor(values: Tensor | NDArray[Any], what: str) -> Tensor:
     if isinstance(values, Tensor):
+        if values.layout != torch.strided or values.is_meta or values.is_quantized or values.is_complex():
+            kind = (
+                "meta" if values.is_meta else "quantised" if values.is_quantized else f"{values.layout} {values.dtype}"
+            )
+            raise UserError(f"expected {what} as a plain tensor of numbers, got a {kind} one")
         return values.detach()
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf" or values.itemsize > 8:
         got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
@@ -127,6 +133,8 @@ def _checked_labels(labels: Tensor, n: int, classes: Sequence[str] | None) -> Te
     labels = labels.to("cpu", torch.int64)
     if classes is not None and len(set(classes)) != len(classes):
         raise UserError(f"expected different class names, got {list(classes)}")
+    if classes is None and int(labels.max()) >= MOST_CLASSES:
+        raise UserError(f"labels: expected fewer than {MOST_CLASSES:,} classes, got label {int(labels.max())}")
     wrong = (labels < 0) | (labels >= (len(classes) if classes is not None else labels.max() + 1))
     if wrong.any():
         first = int(wrong.nonzero()[0])

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
+from steelman.bounded import read_json
 from steelman.data.download import storage
 from steelman.data.formats import PARTS, Arrays, digest
 from steelman.errors import UserError
@@ -45,7 +46,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The arrays, mapped from the file and not copied, and their description."""
     try:
         with safe_open(path, framework="pt") as file:
-            meta = json.loads((file.metadata() or {})["steelman"])
+            meta = read_json((file.metadata() or {})["steelman"], what=str(path))
             return {name: file.get_tensor(name) for name in PARTS}, meta
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); run: steelman data get {path.stem}") from None

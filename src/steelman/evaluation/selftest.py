@@ -19,8 +19,8 @@ from steelman.evaluation.stages import Suite
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
-# The boundary that an attack must find is at this share of the radius. Random search needs a nearer boundary than a
-# gradient attack. In l2 it needs the nearest, because each guess moves a few pixels far.
+# How far the boundary of the linear model is, as a share of the radius. Random search finds only a nearer boundary than
+# a gradient attack. In l2 it must be the nearest, because one guess moves few pixels, but far.
 SPARE_WHITE, SPARE_BLACK, SPARE_BLACK_L2 = 0.9, 0.4, 0.1
 PLANTS = 4  # samples in a test: chance may let an attack miss one of them
 LINES = 4  # the most classes of the linear model: all that any loss needs. More would make targeted attacks slower.

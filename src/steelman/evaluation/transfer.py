@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import check_range
 from steelman.attacks.engine import Search
+from steelman.bounded import read_json
 from steelman.data.source import ArraySource, Source, batches, name_of, stream
 from steelman.errors import UserError, unknown
 from steelman.evaluation.checks import check_contract, predictions
@@ -182,7 +183,7 @@ class Transfer:
         if not path.is_file():
             raise UserError(f"no transfer in {folder}: {path} is missing")
         try:
-            record = json.loads(path.read_text())
+            record = read_json(path, what="the file")
             if not isinstance(record, dict):
                 raise UserError("not a transfer's record: expected a mapping")
             return cls.from_dict(record)

@@ -24,10 +24,10 @@ from typing import Annotated, Any, Literal
 import pydantic
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from steelman.bounded import problem, read_bytes, read_json, read_tensors
 from steelman.errors import UserError
 from steelman.evaluation.result import Evaluation, Role, StageRecord, Trust
 from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
@@ -35,6 +35,7 @@ from steelman.files import write_atomic
 from steelman.threat import ThreatModel
 
 SHARD, SHARD_BYTES = 512, 1 << 26  # the most adversarial images in a file, and the most bytes of them
+MOST_BYTES, MOST_IMAGES = 1 << 26, 1 << 33  # the most bytes of evidence.json, and of another file
 GALLERY, TIMES = "gallery.safetensors", "times.json"
 NAMES = re.compile(r"(samples|gallery|adversarial-\d{4,9})\.safetensors")
 PICTURES = ("clean", "adversarial")  # the two images of each sample in a gallery
@@ -173,8 +174,8 @@ def read_bundle(folder: Path) -> Bundle:
     folder = bundle_at(folder)
     path = folder / "evidence.json"
     try:
-        content = path.read_bytes()
-        record = json.loads(content)
+        content = read_bytes(path, most_bytes=MOST_BYTES)
+        record = _record(content, path)
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             got = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise UserError(f"{path}: expected evidence of format {FORMAT}, got {str(got)[:40]}")
@@ -185,9 +186,7 @@ def read_bundle(folder: Path) -> Bundle:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "threat"
-        raise DamagedError(f"{path} is damaged: {where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        raise DamagedError(f"{path} is damaged: {problem(error)}") from None
     except UserError:
         raise
     except (ValueError, TypeError, RecursionError) as error:
@@ -207,19 +206,26 @@ def read_bundle(folder: Path) -> Bundle:
     return Bundle(folder, record, samples, threat)
 
 
-def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
+def _record(content: bytes, path: Path) -> Any:
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing") from None
+        return read_json(content, what=f"{path} is damaged", most_bytes=MOST_BYTES)
+    except UserError as error:
+        raise DamagedError(str(error)) from None
+
+
+def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
+    if not path.exists():
+        raise DamagedError(f"{path} is missing")
+    try:
+        content = read_bytes(path, most_bytes=MOST_IMAGES)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != expected:
         raise DamagedError(f"{path} was changed: its SHA-256 is not the one in evidence.json")
     try:
-        return load(content)
-    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
+        return read_tensors(content, what=f"{path} is damaged")
+    except UserError as error:
+        raise DamagedError(str(error)) from None
 
 
 def seal_of(record: dict[str, Any]) -> str:

@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
+from steelman.bounded import read_bytes, read_json, read_tensors
 from steelman.errors import UserError
 from steelman.files import write_atomic
 from steelman.losses import margin, standardised
@@ -48,7 +48,7 @@ PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
 # The files of the evidence.
 PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "gallery.safetensors")
 DONE = ".work.done"  # the folder `work` gets this name just before it is deleted
-HALF_WRITTEN = re.compile(r"\.[\w-]+\.(json|safetensors)\.\w{8}")
+HALF_WRITTEN = re.compile(r"\.[\w-]+\.(json|safetensors|batch)\.\w{8}")
 
 
 class Ledger:
@@ -195,19 +195,20 @@ class Work:
 
     def has(self, name: str) -> bool:
         """Whether the batch called `name` is finished."""
-        return (self.folder / f"{name}.safetensors").exists()
+        return (self.folder / f"{name}.batch").exists()
 
     def batch(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The result of the batch called `name`: read if an interrupted call saved it, else computed and saved."""
-        path = self.folder / f"{name}.safetensors"
+        path = self.folder / f"{name}.batch"
         if self.has(name):
-            try:
-                return load_file(path)
-            except SafetensorError as error:
-                raise UserError(f"{path} is damaged ({error}); delete it, and its batch is computed again") from None
+            seal, _, content = read_bytes(path, most_bytes=1 << 35).partition(b"\n")
+            if hashlib.sha256(content).hexdigest().encode() != seal:
+                raise UserError(f"{path} does not fit its checksum; delete it, and its batch is computed again")
+            return read_tensors(content, what=f"{path} is damaged")
         found = {key: value.detach().cpu().contiguous() for key, value in compute().items()}
+        content = save(found)
         with writing(path):
-            write_atomic(path, save(found))
+            write_atomic(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         return found
 
     def close(self) -> None:
@@ -288,8 +289,8 @@ def _sweep(place: Path) -> None:
 def _difference(mark: Path, new: dict[str, Any]) -> str:
     """The differences between the settings in a file and the settings `new`, as text. Empty if there are none."""
     try:
-        kept = json.loads(mark.read_bytes())
-    except (ValueError, OSError, RecursionError):
+        kept = read_json(mark, most_bytes=1 << 26)
+    except (UserError, OSError):
         return f"{mark} is damaged"
     if not isinstance(kept, dict):
         return f"{mark} is damaged"

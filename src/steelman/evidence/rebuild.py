@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelman.bounded import read_json
+from steelman.errors import UserError
 from steelman.evaluation.result import CurvePoint, Evaluation, Example, Flag, StageRecord, Verdict, scores_of
 from steelman.evidence.bundle import TIMES, Bundle, DamagedError, read_bundle
 from steelman.evidence.gallery import gallery_of
@@ -90,8 +91,8 @@ def margins_of(samples: dict[str, Tensor]) -> tuple[float, ...]:
 def times_in(folder: Path) -> dict[str, float]:
     """The seconds of each stage, and of the clean answers. Empty if the file is missing or damaged."""
     try:
-        found = json.loads((folder / TIMES).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = read_json(folder / TIMES)
+    except (OSError, UserError):
         return {}
     if not isinstance(found, dict) or not all(_is_time(value) for value in found.values()):
         return {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from steelman.bounded import shown
 from steelman.errors import UserError
 from steelman.heads import Head, build_head, embed
+from steelman.imports import imported
 from steelman.models.base import check_images
 from steelman.progress import say
+
+MOST_BYTES = 1 << 34
 
 
 class Classifier(nn.Module):
@@ -83,46 +86,53 @@ def build_classifier(
 
     A factory is called with `options`, and gives the user's own model from images to logits. That model normalises its
     own images. A `head` other than ``linear`` replaces the model's last linear layer.
+
+    `name` is your own text: the factory is imported and called. For a name from a file, use ``build_described``.
+    """
+    spec = {"name": name, "options": options, "mean": mean, "std": std}
+    described_head = {"name": head, "options": head_options or {}}
+    return build_described(spec, described_head, input_shape, num_classes, [name])
+
+
+def build_described(
+    spec: Mapping[str, Any],
+    head: Mapping[str, Any],
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    allow_import: Collection[str],
+) -> nn.Module:
+    """Build a classifier from names and options as a recipe or model.json has them.
+
+    A factory is imported only if `allow_import` has its name or its module.
     """
     from steelman.models import MODELS
     from steelman.settings import make
 
+    name, options = spec["name"], dict(spec["options"])
+    mean, std = tuple(spec["mean"]), tuple(spec["std"])
+    head_name, head_options = head["name"], dict(head["options"])
     if ":" in name:
-        if tuple(mean) != (0.0,) or tuple(std) != (1.0,):
+        if mean != (0.0,) or std != (1.0,):
             raise UserError(f"mean and std: {name} normalises its own input; expected neither, got {mean} and {std}")
         from steelman.models.wrap import detected  # wrap imports attacks, and they import models
 
-        model, sentence = detected(imported(name, **options), torch.full((2, *input_shape), 0.5))
+        made = imported(name, options, allow_import)
+        model, sentence = detected(made, torch.full((2, *input_shape), 0.5))
         if sentence:
             say(sentence)
-        if head != "linear" or head_options:
-            embed(model, head, **(head_options or {}))
+        if head_name != "linear" or head_options:
+            embed(model, head_name, **head_options)
         return model
+    for kind, given, own in (("model", options, {"input_shape"}), ("head", head_options, {"features", "num_classes"})):
+        if wrong := own & given.keys():
+            raise UserError(f"{sorted(wrong)[0]}: expected options of the {kind}; the images and the classes decide it")
     backbone = make("model", MODELS, name, {"input_shape": input_shape, **options})
-    built = build_head(head, backbone.features, num_classes, **(head_options or {}))
+    built = build_head(head_name, backbone.features, num_classes, **head_options)
     model = Classifier(backbone, built, input_shape, mean, std)
     model.spec = {
-        "model": {"name": name, "options": options, "mean": tuple(mean), "std": tuple(std), "weights": None},
-        "head": {"name": head, "options": head_options or {}},
+        "model": {"name": name, "options": options, "mean": mean, "std": std, "weights": None},
+        "head": {"name": head_name, "options": head_options},
     }
-    return model
-
-
-def imported(path: str, **options: Any) -> nn.Module:
-    """The model that ``package.module:factory`` makes. The import runs that module's code."""
-    module_name, _, attribute = path.partition(":")
-    if str(Path.cwd()) not in sys.path:  # a console command does not import from the current folder by itself
-        sys.path.append(str(Path.cwd()))
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"cannot import {path!r} (expected package.module:factory): {error}") from None
-    try:
-        model = factory(**options)
-    except TypeError as error:
-        raise UserError(f"{path} could not be called with {options}: {error}") from None
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{path} should give a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
@@ -130,37 +140,78 @@ def load_state(path: Path) -> dict[str, Tensor]:
     """A state dict from a safetensors file, or from a torch file with ``weights_only``. No code of a pickle runs."""
     if not path.is_file():
         raise UserError(f"no weights at {path}")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise UserError(f"{path}: expected weights of at most {MOST_BYTES:,} bytes, got {size:,}")
     if path.suffix == ".safetensors":
         try:
             return dict(load_file(path))
-        except SafetensorError as error:
-            raise UserError(f"{path} is damaged or is not a safetensors file: {error}") from None
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path} is damaged or is not a safetensors file: {_first_line(error)}") from None
     try:
+        _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here: pickle, zip, EOF and runtime errors
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path} is not a plain state dict: {reason}") from None
+        raise UserError(f"{path} is not a plain state dict: {_first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    ):
         raise UserError(f"{path}: expected a state dict of tensors, got {type(state).__name__}")
+    for key, value in state.items():
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            kind = "quantised" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+            raise UserError(f"{path}: expected plain tensors, got a {kind} one as {shown(key)}")
     return {key.removeprefix("module."): value for key, value in state.items()}
 
 
-def load_weights(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
-    """Load `state` into `model`. The error for a state of another model names the differences."""
-    expected = model.state_dict()
+def _check_archive(path: Path) -> None:
+    """Refuse a torch file with packed parts. torch packs none, and a small packed part could fill the memory."""
+    if not zipfile.is_zipfile(path):  # the format of torch before 1.6
+        return
+    with zipfile.ZipFile(path) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise UserError("its parts are packed, and torch does not pack them")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def check_fits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], origin: str) -> None:
+    """Refuse a state with other names, shapes or kinds of numbers than expected. The error names the differences."""
     missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    both = sorted(expected.keys() & state.keys())
     shapes = [
         f"{key} is {tuple(state[key].shape)}, expected {tuple(expected[key].shape)}"
-        for key in sorted(expected.keys() & state.keys())
+        for key in both
         if state[key].shape != expected[key].shape
+    ]
+    kinds = [
+        f"{key} is {state[key].dtype}, expected {expected[key].dtype}"
+        for key in both
+        if state[key].dtype != expected[key].dtype
+        and not (state[key].is_floating_point() and expected[key].is_floating_point())
     ]
     problems = [
         f"{len(items)} {what} ({', '.join(items[:3])}{', ...' if len(items) > 3 else ''})"
-        for what, items in (("missing", missing), ("unknown", extra), ("of another shape", shapes))
+        for what, items in (
+            ("missing", missing),
+            ("unknown", extra),
+            ("of another shape", shapes),
+            ("of another kind", kinds),
+        )
         if items
     ]
     if problems:
         raise UserError(f"{origin} belongs to another model: " + "; ".join(problems))
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
+    """Load `state` into `model`. Numbers of another precision are converted, and a sentence says so."""
+    expected = model.state_dict()
+    check_fits(expected, state, origin)
+    others = sorted({str(state[key].dtype) for key in expected if state[key].dtype != expected[key].dtype})
+    if others:
+        say(f"{origin}: weights in {', '.join(others)} are converted to the precision of the model")
     model.load_state_dict(state)

@@ -35,7 +35,7 @@ class Denoise(nn.Module):
             raise unknown("denoise", kind, FILTERS)
         self.kind = kind
         if kind == "softmax":
-            # Plain parameters: a backbone draws the weights of all its convolution modules again.
+            # Not nn.Conv2d: the backbone draws new weights for each one, and would replace these.
             shape = (max(1, channels // 2), channels, 1, 1)
             self.theta, self.phi = (nn.Parameter(EMBEDDING_SPREAD * torch.randn(shape)) for _ in range(2))
         self.conv = nn.Conv2d(channels, channels, 1, bias=False)

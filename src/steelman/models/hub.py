@@ -4,16 +4,15 @@ Both only copy files, by ``upload_folder`` and ``snapshot_download``. The librar
 used: every model would have to inherit from it. It stores no recipe and no evidence. If it finds no safetensors file,
 it reads a pickle.
 
-A pulled file is never imported and never run. Pickles and Python files are not fetched.
+A pulled file is never imported and never run. Pickles and Python files are not fetched. A factory that model.json names
+is not imported either: ``steelman.load`` refuses it, unless its argument `allow_import` has the factory's module.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +21,7 @@ import yaml
 from torch import nn
 
 from steelman.errors import UserError
-from steelman.files import write_atomic
+from steelman.files import sweep, write_atomic
 
 FILES = ("*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.html", "*.md")
 # The files that only a resume or an unfinished evaluation needs. They are large, and no reader can use them.
@@ -60,13 +59,15 @@ def push(
         token: an access token. It is needed unless ``hf auth login`` has stored one.
         message: describes the upload.
     """
+    from steelman.training.folder import checksum  # here, because training imports models
+
     folder, hub = Path(folder), _library()
     repo_id = _repository(repo_id)
     record = _described(folder)
-    digest = _checksum(folder / "model.safetensors")
-    if digest != record.get("sha256"):
+    if checksum(folder / "model.safetensors") != record["sha256"]:
         raise UserError(f"{folder / 'model.safetensors'} is not what model.json describes: its checksum differs")
     readme = folder / "README.md"
+    sweep(folder, ["README.md"])
     if not readme.is_file() or MARK in readme.read_text():
         write_atomic(readme, card(folder, repo_id).encode())
     unwanted = UNWANTED if evidence else (*UNWANTED, *EVIDENCE, "*.html")
@@ -80,25 +81,19 @@ def push(
             allow_patterns=list(FILES),
             ignore_patterns=list(unwanted),
             delete_patterns=list(EVIDENCE),
-            commit_message=message or f"A run of steelman: {record.get('recipe') or folder.name}",
+            commit_message=message or f"A run of steelman: {record['recipe'] or folder.name}",
         )
     except Exception as error:  # the library raises its own errors, its network library's and the system's
         raise UserError(f"cannot push {folder} to {repo_id}: {_reason(error)}") from None
     return address
 
 
-def pull(
-    source: Path | str, *, allow: Collection[str] = (), revision: str | None = None, token: str | None = None
-) -> Path:
+def pull(source: Path | str, *, revision: str | None = None, token: str | None = None) -> Path:
     """The folder of a run: a local folder or, if there is none, the repository ``owner/name``, which is fetched.
 
     ``hf:owner/name`` always means the repository.
 
-    A run whose model comes from ``package.module:factory`` is refused. To load it would import that code, and call it
-    with arguments from the file.
-
     Arguments:
-        allow: the factories that you trust.
         revision: a branch, a tag or a commit. A commit always gives the same files.
         token: an access token, for a private repository.
     """
@@ -115,22 +110,14 @@ def pull(
             )
         except Exception as error:  # the library raises its own errors, its network library's and the system's
             raise UserError(f"cannot pull {repo_id}: {_reason(error)}") from None
-    named = set(_texts(_described(folder).get("model")))
-    if (folder / "recipe.yaml").is_file():
-        named.update(_recipe_model(folder / "recipe.yaml"))
-    code = sorted(name for name in named if ":" in name and name not in allow)
-    if code:
-        raise UserError(
-            f"{text}: its model is made by {code[0]!r}, and to load it would import and call that code; if you trust "
-            f"this code, pass allow=[{code[0]!r}]"
-        )
+    _described(folder)  # or else a repository without a run would be found out much later
     return folder
 
 
 def card(folder: Path, repo_id: str) -> str:
     """The model card of a run: data, recipe, threat model, verdict and seal, as Markdown."""
     record = _described(folder)
-    data, threat = record.get("data") or {}, record.get("threat") or {}
+    data, threat = record["data"], record["threat"]
     header = {
         "library_name": "steelman",
         "pipeline_tag": "image-classification",
@@ -153,12 +140,11 @@ def card(folder: Path, repo_id: str) -> str:
         "",
         "## Training",
         "",
-        f"- Data: {data.get('name', 'not named')}",
-        f"- Images: {'x'.join(map(str, record.get('input_shape', ())))} (channels, height, width)",
-        f"- Classes: {len(record.get('classes', ()))}",
-        f"- Threat model: {threat.get('norm')}, eps {threat.get('eps')}, "
-        f"pixels in [{threat.get('low')}, {threat.get('high')}]",
-        f"- SHA-256 of the weights: `{record.get('sha256')}`",
+        f"- Data: {data['name'] or 'not named'}",
+        f"- Images: {'x'.join(map(str, record['input_shape']))} (channels, height, width)",
+        f"- Classes: {len(record['classes'])}",
+        f"- Threat model: {threat['norm']}, eps {threat['eps']}, pixels in [{threat['low']}, {threat['high']}]",
+        f"- SHA-256 of the weights: `{record['sha256']}`",
         "",
         "## Verdict",
         "",
@@ -206,42 +192,13 @@ def _weights(folder: Path) -> str:
 
 def _described(folder: Path) -> dict[str, Any]:
     """The content of a run's model.json."""
+    from steelman.training.described import model_file  # here, because training imports models
+
     path = folder / "model.json"
     for needed in (path, folder / "model.safetensors"):
         if not needed.is_file():
             raise UserError(f"{folder} is not a finished run: {needed.name} is missing")
-    try:
-        record = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged: expected a mapping, got {type(record).__name__}")
-    return record
-
-
-def _recipe_model(path: Path) -> Iterator[str]:
-    """The name of a recipe's model."""
-    try:
-        recipe = yaml.safe_load(path.read_text())
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
-    model = recipe.get("model") if isinstance(recipe, dict) else None
-    name = model.get("name") if isinstance(model, dict) else model
-    if isinstance(name, str):
-        yield name
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text in a value from JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return model_file(path)
 
 
 def _repository(text: str) -> str:

@@ -88,7 +88,9 @@ def distances(clean: Tensor, moved: Tensor, regularisation: float, iterations: i
 
 @torch.no_grad()
 def transport(cost: Tensor, regularisation: float, iterations: int) -> Tensor:
-    """argmin_T <T, cost> + regularisation * sum T log T, with rows and columns of equal mass: Sinkhorn's iterations.
+    """The T with the least <T, cost> + regularisation * sum T log T, by Sinkhorn's iterations.
+
+    Each row of T should sum to 1 / rows, and each column to 1 / columns.
 
     The iterations work on logarithms, so no value overflows or becomes zero. The sums of the columns are exact. More
     iterations make those of the rows more exact.

@@ -20,11 +20,12 @@ from steelman.settings import Number, SettingsError, settings
 
 @settings
 class GAT(Objective):
-    """mean [ CE(f(x), y) + weight * ||p(x) - p(x*)||^2 ], where x* climbs CE(f(x'), y) + a weight ||p(x) - p(x')||^2.
+    """mean [ CE(f(x), y) + weight * ||p(x) - p(x*)||^2 ], with p the softmax.
 
-    p is the softmax. a is 0 for one batch and 1 for the next, over the whole run; the released code begins each epoch
-    with 0. x* starts at x plus random signs, which have length `start` * eps in the threat's norm. In linf this is
-    +-`start` * eps in every pixel. The start is projected into the box; then x* makes one step of size `step` * eps.
+    x* climbs CE(f(x'), y) + a * weight * ||p(x) - p(x')||^2. The factor a is 0 for one batch and 1 for the next, over
+    the whole run. The released code begins each epoch with 0. x* starts at x plus random signs, which have length
+    `start` * eps in the threat's norm. In linf this is +-`start` * eps in every pixel. The start is projected into the
+    box; then x* makes one step of size `step` * eps.
 
     `weight` may be a schedule. The released recipe has 10, and 40 for the last 14 of 100 epochs. With `distance` "kl",
     the pair term of the loss is that of TRADES: beta * KL(p(x) || p(x*)). The attack does not change.

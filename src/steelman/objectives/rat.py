@@ -36,7 +36,7 @@ class RAT(Objective):
     """mean [ (1 - alpha) CE(f(x), y) + beta KL(f(x) || f(x*)) + alpha (D1 + second * D2) ], from Taylor terms.
 
     D = (KL(T(d)_y || f(x*)) + KL(T(-d)_y || f(x))) / 2, with d = r(x) - r(x*) in D1, and d = r(x)^2 - r(x*)^2 in D2.
-    r_j = sum_i dCE/dW_ji, where W is the last layer and CE the mean of the batch, or of a process's share of it.
+    r_j = sum_i dCE/dW_ji. W is the weight of the last layer. CE is the mean over the batch of this process.
 
     T(d)_y is a target distribution, and constant to the gradient. Class y has the share 1 - `spread`. The other classes
     have the share `spread`, in proportion to d minus its minimum; if all are equal, in equal parts. `spread` None means

@@ -26,8 +26,9 @@ Distance = Literal["cosine", "absolute", "euclidean"]
 class TLA(Objective):
     """mean [ CE(f(x*), y) + weight * (max(0, d(a, p) - d(a, n) + alpha) + norm_weight * (a^2 + p^2 + n^2)) ].
 
-    a, p and n are features: what enters the last layer. a is of x*. p is of a clean image of the same class. n is of a
-    clean image of another class: the one nearest to a by d. a^2, p^2 and n^2 are means over the features.
+    a, p and n are features: what enters the last layer. a belongs to x*. p belongs to a clean image of the same
+    class. n belongs to a clean image of another class: the one nearest to a by d. a^2, p^2 and n^2 are means over the
+    features.
 
     d is the `distance`: "cosine" 1 - cos, "absolute" 1 - |cos|, or "euclidean" the length of the difference. The
     released code has "absolute", but finds n by cos. `positive` "class" takes p from a random other image of the class,

@@ -1,4 +1,4 @@
-"""The promises of an attack."""
+"""`check_attack`: does an attack keep its promises?"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from steelman.evaluation.stages import Suite, describe
 from steelman.evidence.bundle import weights_digest
 from steelman.objectives.base import Objective
 from steelman.threat import ThreatModel
+from steelman.training.described import fit_file
 from steelman.training.folder import make_folder
 from steelman.training.settings import RunSettings
 
@@ -112,11 +113,8 @@ def begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished",
             raise UserError(f"{place} holds a run of a recipe; choose another folder")
         make_folder(place, "fit.json", json.dumps(asked, indent=1).encode())
         return "new"
-    try:
-        kept = json.loads(mark.read_text())
-        different = [key for key in asked if key != "fingerprint" and kept.get(key) != asked[key]]
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{mark} is damaged: {error}") from None
+    kept = fit_file(mark)
+    different = [key for key in asked if key != "fingerprint" and kept.get(key) != asked[key]]
     if different:
         key = different[0]
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""

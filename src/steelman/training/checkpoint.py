@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from steelman.bounded import checked, read_bytes, read_json
 from steelman.errors import UserError
 from steelman.files import sync_folder
 
 KEEP = 2
+# No optimiser and no history of ours needs more.
+MOST_TEXT, MOST_TENSORS = 1 << 26, 1 << 35
+
+
+class _Record(pydantic.BaseModel):
+    """state.json."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+    format: int
+    sha256: str
+    structure: dict[str, Any]
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -34,6 +50,8 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": [[key, pack(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
         return {"list": [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}  # JSON has no infinity
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise TypeError(
@@ -42,15 +60,23 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of ``pack`` (tuples come back as lists)."""
-    ((kind, content),) = value.items()
-    if kind == "tensor":
+    """The inverse of ``pack`` (tuples come back as lists). What ``pack`` never writes is refused."""
+    kind, content = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
+    if kind == "tensor" and isinstance(content, str) and content in tensors:
         return tensors[content]
-    if kind == "dict":
+    if kind == "dict" and isinstance(content, list) and all(_is_pair(one) for one in content):
         return {key: unpack(item, tensors) for key, item in content}
-    if kind == "list":
+    if kind == "list" and isinstance(content, list):
         return [unpack(item, tensors) for item in content]
-    return content
+    if kind == "float" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if kind == "value" and (content is None or isinstance(content, bool | int | float | str)):
+        return content
+    raise UserError("expected a tensor that is there, a dict, a list or a plain value in each part of the structure")
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -90,21 +116,26 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """Read a checkpoint. A damaged or incomplete one is refused, and the error says why."""
+    what = f"checkpoint {folder} is damaged"
     try:
-        text, seal = (folder / "state.json").read_text().rstrip("\n").rsplit("\n", 1)
-        content = (folder / "tensors.safetensors").read_bytes()
-    except (FileNotFoundError, ValueError) as error:  # other errors, such as too many open files, prove no damage
+        # Errors of the system, such as too many open files, prove no damage. So they are not caught.
+        parts = read_bytes(folder / "state.json", most_bytes=MOST_TEXT).rstrip(b"\n").rsplit(b"\n", 1)
+        content = read_bytes(folder / "tensors.safetensors", most_bytes=MOST_TENSORS)
+        text, seal = parts if len(parts) == 2 else (b"", b"")
+    except UserError as error:
         raise UserError(f"checkpoint {folder} is incomplete: {error}") from None
-    if hashlib.sha256(text.encode()).hexdigest() != seal:
-        raise UserError(f"checkpoint {folder} is damaged: state.json does not match its checksum")
-    record = json.loads(text)
+    if hashlib.sha256(text).hexdigest().encode() != seal:
+        raise UserError(f"{what}: state.json does not match its checksum")
+    record = checked(_Record, read_json(text, what=what, most_bytes=MOST_TEXT), what=what)
     found = hashlib.sha256(content).hexdigest()
-    if found != record["sha256"]:
-        raise UserError(
-            f"checkpoint {folder} is damaged: tensors.safetensors has checksum {found[:12]}..., "
-            f"expected {record['sha256'][:12]}..."
-        )
-    state: dict[str, Any] = unpack(record["structure"], load(content))
+    if found != record.sha256:
+        raise UserError(f"{what}: tensors.safetensors has checksum {found[:12]}..., expected {record.sha256[:12]}...")
+    try:
+        state = unpack(record.structure, load(content))
+    except (SafetensorError, UserError) as error:
+        raise UserError(f"{what}: {error}") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{what}: expected a dict as the state, got {type(state).__name__}")
     return state
 
 

@@ -28,7 +28,7 @@ from steelman.evaluation.suites import suite_of
 from steelman.evidence.bundle import device_of
 from steelman.evidence.ledger import locked
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
-from steelman.models.classifier import Classifier, Ensemble, build_classifier
+from steelman.models.classifier import Classifier, Ensemble, build_described
 from steelman.models.wrap import Wrapped, detected
 from steelman.objectives.base import Objective, check_model
 from steelman.objectives.criterion import bare, check_kinds
@@ -38,7 +38,7 @@ from steelman.schedules import Piecewise, Schedule
 from steelman.threat import ThreatModel
 from steelman.training.asked import asked_for, begin, exact
 from steelman.training.checkpoint import checkpoints
-from steelman.training.folder import Measured, Run, export, finish, load
+from steelman.training.folder import Measured, Run, export, finish, load, mend
 from steelman.training.records import Trained
 from steelman.training.run import make_fabric
 from steelman.training.settings import Adam, RunSettings, Training, Validation
@@ -132,6 +132,7 @@ def fit(
             raise UserError("out: several processes need a common folder: expected one, got none")
         if fabric.is_global_zero:
             stack.enter_context(locked(place, "training"))
+            mend(place)
         # Training draws from torch's global generator. The caller's own draws go on as if there had been no training.
         stack.enter_context(torch.random.fork_rng(devices=[fabric.device] if fabric.device.type == "cuda" else []))
         trainer = Trainer(
@@ -298,18 +299,8 @@ def _built(net: nn.Module, train: Source) -> dict[str, Any] | None:
     """The names and options from which steelman can build this model again, or None."""
     if not isinstance(net, Classifier) or net.spec is None:
         return None
-    spec, head = net.spec["model"], net.spec["head"]
     with torch.random.fork_rng(devices=[]):
-        again = build_classifier(
-            spec["name"],
-            input_shape=train.shape,
-            num_classes=net.head.num_classes,
-            head=head["name"],
-            head_options=head["options"],
-            mean=spec["mean"],
-            std=spec["std"],
-            **spec["options"],
-        )
+        again = build_described(net.spec["model"], net.spec["head"], train.shape, net.head.num_classes, ())
     # A user may have changed a layer or the head. Only the user's code can build such a model.
     same = repr(again) == repr(net) and again.state_dict().keys() == net.state_dict().keys()
     return net.spec if same and net.head.num_classes == len(train.classes) else None

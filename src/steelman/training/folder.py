@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,28 @@ from steelman.evaluation.result import Evaluation, Verdict
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
 from steelman.evidence.bundle import GIVEN, OWN, finished, read_bundle, weights_digest
-from steelman.files import write_atomic
+from steelman.files import sweep, write_atomic, write_folder
+from steelman.imports import check_allowed
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
-from steelman.models.classifier import Ensemble, build_classifier, load_state, load_weights
+from steelman.models.classifier import Ensemble, build_described, check_fits, load_state, load_weights
 from steelman.report import Entry, html, tables
 from steelman.threat import ThreatModel
+from steelman.training.described import model_file, run_file
 from steelman.training.guard import blind
 from steelman.training.records import Trained
+
+# The files that are written whole.
+FILES = (
+    "recipe.yaml",
+    "fit.json",
+    "environment.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "model.json",
+    "report.html",
+    "run.json",
+    "README.md",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,11 +102,12 @@ class Run:
         return push(self.path, repo_id, **options)
 
 
-def load(place: Path | str, model: nn.Module | None = None) -> Run:
+def load(place: Path | str, model: nn.Module | None = None, *, allow_import: Collection[str] = ()) -> Run:
     """Load a finished run from its folder or from ``hf:owner/name``.
 
     `model` is needed if only the caller's code can build the run's model. It is a module of the same architecture, and
-    gets the kept weights.
+    gets the kept weights. `allow_import` are the modules that may be imported if the folder names a factory of theirs.
+    Without it, no code that a folder names is imported: the run then has no model.
     """
     if str(place).startswith("hf:"):
         from steelman.models.hub import pull
@@ -109,15 +125,15 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
     kept, missing = None, ""
     if model is not None:
         kept = _filled(model, folder)
-    elif (problem := _foreign(folder)) is not None:
+    elif (problem := _foreign(folder, model_file(folder / "model.json"), allow_import)) is not None:
         missing = problem
     else:
-        kept, _ = load_model(folder)
+        kept, _ = load_model(folder, allow_import)
     attacked = folder / GIVEN
     both = finished(folder / OWN) and finished(attacked)
     return Run(
         path=folder,
-        history=_history(folder),
+        history=tuple(run_file(folder / "run.json")["history"]),
         evaluation=Evaluation.load(folder / OWN if finished(folder / OWN) else attacked),
         attacked=Evaluation.load(attacked) if both else None,
         kept=kept,
@@ -125,39 +141,36 @@ def load(place: Path | str, model: nn.Module | None = None) -> Run:
     )
 
 
-def _history(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The epochs of a finished run."""
-    path = folder / "run.json"
-    try:
-        return tuple(json.loads(path.read_text())["history"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from None
+def load_model(folder: Path, allow_import: Collection[str] = ()) -> tuple[nn.Module, dict[str, Any]]:
+    """The kept model of a run, in eval mode, and its description.
 
-
-def load_model(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The kept model of a run, in eval mode, and its description."""
+    Nothing is imported, unless the folder names a factory of a module in `allow_import`.
+    """
     record, state = read_model(folder)
-    if (problem := _foreign(folder)) is not None:
+    if (problem := _foreign(folder, record, allow_import)) is not None:
         raise UserError(problem)
-    spec, head, branch, members = record["model"], record["head"], record.get("auxiliary_norm"), record.get("members")
+    path, members = folder / "model.safetensors", record["members"]
 
     def one() -> nn.Module:
-        built = build_classifier(
-            spec["name"],
-            input_shape=tuple(record["input_shape"]),
-            num_classes=len(record["classes"]),
-            head=head["name"],
-            head_options=head["options"],
-            mean=spec["mean"],
-            std=spec["std"],
-            **spec["options"],
-        )
-        return split_norms(built) if branch else built
+        shape = (record["input_shape"][0], record["input_shape"][1], record["input_shape"][2])
+        try:
+            built = build_described(record["model"], record["head"], shape, len(record["classes"]), allow_import)
+        except (TypeError, RuntimeError) as error:  # options of other types, or sizes that torch cannot count
+            if ":" in record["model"]["name"]:
+                raise
+            raise UserError(f"{folder / 'model.json'} is damaged: {str(error).splitlines()[0]}") from None
+        return split_norms(built) if record["auxiliary_norm"] else built
 
+    if ":" not in record["model"]["name"]:
+        # A model without memory is compared with the weights first: a stranger's sizes could fill the memory.
+        with torch.device("meta"):
+            own = one().state_dict()
+        whole = {f"members.{i}.{key}": value for i in range(members) for key, value in own.items()} if members else own
+        check_fits(whole, state, str(path))
     model = Ensemble([one() for _ in range(members)]) if members else one()
-    if branch:
-        route(model, branch)
-    load_weights(model, state, str(folder / "model.safetensors"))
+    if record["auxiliary_norm"]:
+        route(model, record["auxiliary_norm"])
+    load_weights(model, state, str(path))
     return model.eval(), record
 
 
@@ -167,30 +180,35 @@ def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         unfinished = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
         hint = f"the run is not finished; go on with: {resume_command(folder)}" if unfinished else "it is not a run"
         raise UserError(f"no model in {folder}: {hint}")
-    path = folder / "model.safetensors"
-    content = path.read_bytes() if path.is_file() else b""
-    try:
-        record: dict[str, Any] = json.loads((folder / "model.json").read_text())
-        checksum = record["sha256"]
-        _ = record["model"], record["head"], record["input_shape"], record["classes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'model.json'} is damaged: {error!r}") from None
-    if hashlib.sha256(content).hexdigest() != checksum:
+    record, path = model_file(folder / "model.json"), folder / "model.safetensors"
+    if checksum(path) != record["sha256"]:
         raise UserError(f"{path} is damaged, or model.json describes another file: the checksum differs")
     return record, load_state(path)
 
 
-def _foreign(folder: Path) -> str | None:
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, or an empty text if there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _foreign(folder: Path, record: Mapping[str, Any], allow_import: Collection[str]) -> str | None:
     """The reason why a run's model cannot be built from its folder, or None if it can."""
-    record, _ = read_model(folder)
     spec = record["model"]
-    if isinstance(spec, dict) and spec.get("name") is None:
+    if spec["name"] is None:
         weights = folder / "model.safetensors"
         return (
-            f"only your own code can build the model of {folder} (class {spec.get('class')}), and a run's folder holds "
+            f"only your own code can build the model of {folder} (class {spec['class']}), and a run's folder holds "
             f"no code. In Python: steelman.load({str(folder)!r}, model=MyModel()). On the command line: name "
             f"package.module:factory as the model, with --weights {weights}"
         )
+    if ":" in spec["name"]:
+        try:
+            check_allowed(spec["name"], allow_import, f"the model of {folder}")
+        except UserError as error:
+            return str(error)
     return None
 
 
@@ -201,7 +219,7 @@ def _filled(model: nn.Module, folder: Path) -> nn.Module:
     record, state = read_model(folder)
     if record["model"].get("wrapped") and not any(key.startswith("model.") for key in model.state_dict()):
         model = detected(model, torch.full((2, *record["input_shape"]), 0.5)).model
-    branch, members = record.get("auxiliary_norm"), record.get("members")
+    branch, members = record["auxiliary_norm"], record["members"]
     if branch and not any(isinstance(module, AuxiliaryNorm) for module in model.modules()):
         split_norms(model)
     if members:
@@ -215,14 +233,20 @@ def _filled(model: nn.Module, folder: Path) -> nn.Module:
 def make_folder(folder: Path, name: str, content: bytes) -> None:
     """Make a run's folder, with the settings in the file `name`. A folder that is not empty is never changed."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # What a killed process had begun to write is no content.
-        if any(not path.name.startswith(f".{name}.") for path in folder.iterdir()):
-            raise UserError(f"{folder} is not empty; choose another folder")
-        write_atomic(folder / name, content)
-        write_atomic(folder / "environment.json", json.dumps(versions(), indent=1).encode())
+        write_folder(folder, {name: content, "environment.json": _environment()})
     except OSError as error:
         raise UserError(f"cannot write the run to {folder}: {error.strerror or error}") from None
+
+
+def mend(folder: Path) -> None:
+    """Before a run goes on: delete what a killed process left half written, and write what it had no time to write."""
+    sweep(folder, FILES)
+    if not (folder / "environment.json").exists():
+        write_atomic(folder / "environment.json", _environment())
+
+
+def _environment() -> bytes:
+    return json.dumps(versions(), indent=1).encode()
 
 
 def export(folder: Path, trained: Trained, description: Mapping[str, Any]) -> None:

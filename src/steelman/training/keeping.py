@@ -9,6 +9,7 @@ from torch import Tensor
 
 from steelman.errors import UserError
 from steelman.training.checkpoint import checkpoint_path, load_checkpoint
+from steelman.training.described import checkpoint_state
 from steelman.training.records import Progress, Trained
 from steelman.training.settings import Training
 
@@ -55,7 +56,8 @@ def keep(
 
 
 def _weights(folder: Path, step: int) -> dict[str, Tensor]:
-    state = load_checkpoint(checkpoint_path(folder, step))
+    place = checkpoint_path(folder, step)
+    state = checkpoint_state(load_checkpoint(place), place)
     weights: dict[str, Tensor] = state["average"]["values"] if state["average"] else state["model"]
     return weights
 

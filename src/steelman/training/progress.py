@@ -58,17 +58,3 @@ class Recorder:
 
     def close(self) -> None:
         self._open.close()
-
-
-def read_history(folder: Path) -> tuple[dict[str, Any], ...]:
-    """A run's epochs; a last line cut off by a crash is left out."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return ()
-    epochs = []
-    for line in path.read_text().splitlines():
-        try:
-            epochs.append(json.loads(line))
-        except ValueError:
-            break
-    return tuple(epochs)

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,26 @@ from steelman import data
 from steelman.data.source import first
 from steelman.errors import UserError, resume_command
 from steelman.evaluation.checks import check_contract
+from steelman.imports import check_allowed
 from steelman.models.batchnorm import split_norms
-from steelman.models.classifier import build_classifier, load_state, load_weights
+from steelman.models.classifier import build_described, load_state, load_weights
 from steelman.objectives import check_model
 from steelman.progress import showing
 from steelman.recipe import Recipe, fingerprint, parse, read
 from steelman.rng import Key
-from steelman.training.folder import Measured, Run, export, finish, load_model, make_folder
+from steelman.training.folder import Measured, Run, export, finish, load_model, make_folder, mend
 from steelman.training.settings import Compute
 from steelman.training.trainer import Trainer
 
 
-def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def build_model(
+    recipe: Recipe, shape: tuple[int, int, int], num_classes: int, allow_import: Collection[str] = ()
+) -> nn.Module:
     """The recipe's model with its head. Its weights are drawn from the seed, or read from the recipe's file."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Key(recipe.training.seed).fold("init").integer() & (2**63 - 1))
-        model = build_classifier(
-            recipe.model.name,
-            input_shape=shape,
-            num_classes=num_classes,
-            head=recipe.head.name,
-            head_options=recipe.head.options,
-            mean=recipe.model.mean,
-            std=recipe.model.std,
-            **recipe.model.options,
-        )
+        spec, head = dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.head)
+        model = build_described(spec, head, shape, num_classes, allow_import)
     if recipe.model.weights is not None:
         load_weights(model, load_state(recipe.model.weights), str(recipe.model.weights))
     if recipe.around.auxiliary_norm is not None:
@@ -54,13 +49,13 @@ def build_model(recipe: Recipe, shape: tuple[int, int, int], num_classes: int) -
     return model
 
 
-def _helper(recipe: Recipe, dataset: data.Dataset) -> tuple[nn.Module | None, str]:
+def _helper(recipe: Recipe, dataset: data.Dataset, allow_import: Collection[str]) -> tuple[nn.Module | None, str]:
     """The other model that the objective learns from, if it names one, and that model's checksum."""
     folder: Path | None = recipe.objective.setting("helper")
     if folder is None:
         return None, ""
     try:
-        model, record = load_model(folder)
+        model, record = load_model(folder, allow_import)
     except UserError as error:
         raise UserError(f"objective.helper: {error}") from None
     found = (tuple(record["input_shape"]), list(record["classes"]))
@@ -122,13 +117,17 @@ def train(
     console: Console | None = None,
     origin: str = "recipe",
     show: bool = True,
+    allow_import: Collection[str] = (),
 ) -> Run | None:
     """Train by a recipe's mapping, measure the model on the test set, and write everything to `folder`.
 
+    A model that the recipe names as ``package.module:factory`` is imported only if `allow_import` has its module.
     `show` prints the table and the report's path. Only the first of several processes returns the run.
     """
     console = console or Console()
     recipe = parse(source, origin)
+    if ":" in recipe.model.name:  # refused before the data are read
+        check_allowed(recipe.model.name, allow_import, f"the model of {origin}")
     # Errors of the machine, the data or the model come here, before a folder is made.
     fabric = make_fabric(recipe.compute)
     dataset = data.load(recipe.data.name, **recipe.data.options)
@@ -136,12 +135,15 @@ def train(
         training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
     except UserError as error:
         raise UserError(f"validation.size: {error}") from None
-    net = build_model(recipe, dataset.shape, dataset.num_classes)
-    helper, checksum = _helper(recipe, dataset)
+    net = build_model(recipe, dataset.shape, dataset.num_classes, allow_import)
+    helper, checksum = _helper(recipe, dataset, allow_import)
     check_contract(net, training, recipe.threat, torch.device("cpu"))
     check_model(recipe.objective, net, training.images(torch.arange(2)))
-    if not resume and _is_first_process():
-        prepare(folder, source)
+    if _is_first_process():
+        if resume:
+            mend(folder)
+        else:
+            prepare(folder, source)
     fabric.launch()
     if fabric.device.type == "cuda":
         # Without these settings, the same run would give other weights each time on a GPU. They cost a little speed.
@@ -173,7 +175,7 @@ def train(
     if not fabric.is_global_zero:
         return None
     export(folder, trained, _description(recipe, dataset))
-    model, _ = load_model(folder)
+    model, _ = load_model(folder, allow_import)
     test = first(dataset.test, recipe.evaluation.samples)
     test.workers = recipe.compute.workers
     measured = Measured(
@@ -212,11 +214,11 @@ def _description(recipe: Recipe, dataset: data.Dataset) -> dict[str, Any]:
     }
 
 
-def resume(folder: Path, console: Console | None = None) -> Run | None:
-    """Resume an interrupted run. A finished run is refused."""
+def resume(folder: Path, console: Console | None = None, *, allow_import: Collection[str] = ()) -> Run | None:
+    """Resume an interrupted run. A finished run is refused. `allow_import` is that of ``train``."""
     if not (folder / "recipe.yaml").is_file():
         raise UserError(f"{folder} is not a run: it has no recipe.yaml")
     if (folder / "run.json").is_file():
         raise UserError(f"{folder} is finished; its report is {folder / 'report.html'}")
     source, origin = read(str(folder / "recipe.yaml"))
-    return train(source, folder, resume=True, console=console, origin=origin)
+    return train(source, folder, resume=True, console=console, origin=origin, allow_import=allow_import)

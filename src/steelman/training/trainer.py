@@ -28,6 +28,7 @@ from steelman.schedules import value_at
 from steelman.threat import ThreatModel
 from steelman.training.averaging import Average
 from steelman.training.checkpoint import checkpoint_path, checkpoints, load_newest, prune, save_checkpoint
+from steelman.training.described import check_processes, checkpoint_state, restore_optimizer, same_shapes
 from steelman.training.guard import StopRequest, collapse, poisoned, stagnation, stop_on_signals
 from steelman.training.keeping import keep, steps_to_keep
 from steelman.training.processes import agree, gathered, share_buffers, sums
@@ -276,6 +277,7 @@ class Trainer:
             self.console.print("no checkpoint was saved yet; starting from the beginning", highlight=False)
             return
         state, damaged = load_newest(self.folder, self.fabric.is_global_zero)
+        state = checkpoint_state(state, self.folder)
         for sentence in damaged:
             self.console.print(f"{sentence}; going on from the one before", style="yellow", highlight=False)
         if state["fingerprint"] != self.fingerprint:
@@ -284,12 +286,16 @@ class Trainer:
                 f"recipe.yaml ({self.fingerprint}): restore the old recipe.yaml, or start a new run in another folder"
             )
         load_weights(self.net, state["model"], f"the checkpoint in {self.folder}")
-        self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        what = f"the checkpoint in {self.folder} is damaged"
+        restore_optimizer(self.optimizer.optimizer, state["optimizer"], what)
         if self.average is not None:
+            if state["average"] is None or not same_shapes(state["average"]["values"], self.average.values):
+                raise UserError(f"{what}: its average of the weights is missing, or is that of another model")
             self.average.restore(state["average"])
         self.progress = Progress(**state["progress"])
         if not self.fabric.is_global_zero:  # the saved numbers are sums over all processes; the first one keeps them
             self.progress.loss_sum, self.progress.correct, self.progress.count = 0.0, 0, 0
+        check_processes(state, what)
         saved_by, rank = len(state["rng"]), self.fabric.global_rank
         if saved_by != self.fabric.world_size:
             raise UserError(f"expected {saved_by} processes, as when the run was saved, got {self.fabric.world_size}")
@@ -297,10 +303,13 @@ class Trainer:
         self.criterion.load_state_dict(
             {**self.criterion.state_dict(), "step": self.progress.step, "seen": 0, "carry": carry}
         )
-        torch.set_rng_state(state["rng"][rank].clone())  # torch crashes on a view of a larger tensor
-        if state["cuda"] is not None and self.fabric.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"][rank])
-        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        try:
+            torch.set_rng_state(state["rng"][rank].clone())  # torch crashes on a view of a larger tensor
+            if state["cuda"] is not None and self.fabric.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda"][rank])
+            self.fabric.strategy.precision.load_state_dict(state["precision"])
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise UserError(f"{what}: {str(error).splitlines()[0]}") from None
 
     def _advise(self) -> None:
         """Before the first step, warn if training will be slow."""
