@@ -98,7 +98,7 @@ def test_names_that_lead_elsewhere(bundle: Path, tmp_path: Path) -> None:
         files = dict(forged.record["files"])
         forged.record["files"] = {**files, name: "0" * 64}
         forged.seal()
-        with pytest.raises(DamagedError, match="no evidence is kept in a file called|text without NUL"):
+        with pytest.raises(DamagedError, match=r"no evidence is kept in a file called|text without NUL"):
             verify(bundle)
         forged.record["files"] = files
     (tmp_path / "folder" / "evidence.json").mkdir(parents=True)
