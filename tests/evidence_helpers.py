@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -18,10 +19,13 @@ from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evaluation.suites import suite_of
+from steelman.evaluation.verdict import notes_of, verdict_of
 from steelman.evidence import bundle as bundles
-from steelman.evidence.bundle import GALLERY, seal_of
-from steelman.evidence.ledger import WRONG
+from steelman.evidence.bundle import GALLERY, SIGNS_FILE, read_bundle, seal_of
+from steelman.evidence.ledger import WRONG, drawn
+from steelman.evidence.rebuild import kept_in
 from steelman.evidence.verify import verify
+from steelman.rng import Key
 from steelman.threat import ThreatModel
 
 FIRST = "adversarial-0000.safetensors"
@@ -73,7 +77,7 @@ SUITE = Suite(
 
 def evaluate(model: Any, x: Any, y: Any, threat: ThreatModel, suite: Any = "standard", **options: Any) -> Evaluation:
     """``steelman.evaluate``; among the options may be fields of the suite, and of how many samples, called what."""
-    fields = ("curve", "gallery", "precision", "surrogates", "more_outputs")
+    fields = ("curve", "gallery", "precision", "surrogates", "more_outputs", "tiny_eps")
     changes = {name: options.pop(name) for name in fields if name in options}
     if "samples" in options or "data_name" in options:
         source = first(x if y is None else ArraySource(x, y), options.pop("samples", None))
@@ -102,6 +106,7 @@ class Forged:
         self.samples = load_file(folder / "samples.safetensors")
         self.shards = {path.name: load_file(path) for path in sorted(folder.glob("adversarial-*"))}
         self.gallery = load_file(folder / GALLERY) if (folder / GALLERY).exists() else {}
+        self.signs = load_file(folder / SIGNS_FILE) if (folder / SIGNS_FILE).exists() else {}
 
     def row(self, kind: int) -> int:
         """The first sample that is WRONG or ROBUST, or (0 and more) that this stage broke."""
@@ -114,12 +119,22 @@ class Forged:
             "samples.safetensors": self.samples,
             **self.shards,
             **({GALLERY: self.gallery} if self.gallery else {}),
+            **({SIGNS_FILE: self.signs} if self.signs else {}),
         }
         self.record["files"] = {}
         for name, tensors in parts.items():
             content = save({key: value.contiguous() for key, value in tensors.items()})
             (self.folder / name).write_bytes(content)
             self.record["files"][name] = hashlib.sha256(content).hexdigest()
+        self.seal()
+
+    def conclude(self) -> None:
+        """Write all files, with the verdict and the notes that follow from them."""
+        self.write()
+        kept = kept_in(read_bundle(self.folder))
+        made = dataclasses.asdict(verdict_of(kept))
+        self.record["verdict"] = {name: made[name] for name in self.record["verdict"]}
+        self.record["notes"] = notes_of(kept)
         self.seal()
 
     def seal(self) -> None:
@@ -157,6 +172,18 @@ class Forged:
             stage["left"] = left
         record["robust_correct"] = left
         record["data_digest"] = bundles.data_digest(self.samples["digest"])
+        if self.signs:
+            order = drawn(Key(record["seed"]), self.samples["digest"], (broken_by != WRONG).nonzero()[:, 0], "pilot")
+            self.signs["rows"] = order[: len(self.signs["rows"])].sort().values
+
+    def idle(self, row: int) -> None:
+        """Give the passes of a sample to another one, as if no attack had seen it."""
+        other = int((self.samples["broken_by"] >= 0).nonzero()[-1])
+        for name, least in (("forwards", 1), ("backwards", 0)):
+            column = self.samples[name]
+            column[other] += column[row] - least
+            column[row] = least
+        self.samples["passes"][row], self.samples["unclear"][row] = 0, False
 
 
 def check(folder: Path, model: nn.Module | None = None, source: ArraySource | None = None) -> Any:

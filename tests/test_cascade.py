@@ -57,7 +57,7 @@ def small(suite: Suite) -> Suite:
 
     stages = [dataclasses.replace(stage, attack=less(stage.attack)) for stage in suite.stages]
     wide = [dataclasses.replace(stage, share=0.1) if stage.role == "sentinel" else stage for stage in stages]
-    return Suite(name=suite.name, stages=tuple(wide))
+    return Suite(name=f"small {suite.name}", stages=tuple(wide))
 
 
 @dataclasses.dataclass
@@ -197,6 +197,7 @@ def test_of_equal_margins_neither_order_nor_batch_decides(tmp_path: Path) -> Non
             source=ArraySource(x[order], y),
             batch_size=size,
             threat=ThreatModel(eps=1 / 1024),
+            tiny_eps=True,
         )
         assert len(set(found.margins.values())) < 20, "ties"
         chosen.append(sorted(spy.given))
@@ -255,7 +256,9 @@ def test_the_runner_runs_stages_by_their_role(tmp_path: Path) -> None:
     stages = [
         dataclasses.replace(FIRST, name=role, role=role) for role in ("pilot", "attack", "sentinel", "escalation")
     ]
-    found = run(tmp_path / "roles", Suite(name="roles", stages=tuple(stages)), threat=ThreatModel(eps=1e-6)).found
+    found = run(
+        tmp_path / "roles", Suite(name="roles", stages=tuple(stages)), threat=ThreatModel(eps=1e-6), tiny_eps=True
+    ).found
     assert [stage.name for stage in found.stages] == ["pilot", "attack", "sentinel"]
     assert [stage.attacked for stage in found.stages] == [32, *[found.score("clean").correct] * 2]
 

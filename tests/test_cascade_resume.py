@@ -21,12 +21,12 @@ from steelman.attacks import ATTACKS, PGD
 from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation import pilot, runner
-from steelman.evaluation.masking import Pilot
+from steelman.evaluation.masking import SIGNS, SOMETIMES, Pilot
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evidence import bundle as bundles
 from steelman.evidence import ledger
-from steelman.evidence.verify import MEASURED, verify
+from steelman.evidence.verify import verify
 from steelman.threat import ThreatModel
 from tests.evidence_helpers import EPS, Net, a_model, evaluate, the_data
 from tests.test_evidence import contents, names
@@ -122,7 +122,7 @@ def test_sigkill_at_ten_random_moments(tmp_path: Path, whole: Path) -> None:
 
 
 def no_signs(_: object, x: Tensor, *__: object, **___: object) -> dict[str, Tensor]:
-    return {name: torch.zeros(len(x)) for name in MEASURED}
+    return {name: torch.zeros(len(x), dtype=torch.bool) for name in sorted(SIGNS.keys() - SOMETIMES)}
 
 
 class Killed(BaseException):

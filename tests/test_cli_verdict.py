@@ -388,6 +388,68 @@ def test_verify_says_what_it_checked(command: Command, made: Path) -> None:
     assert "give --" not in out
 
 
+def test_verify_compares_the_published_seal(command: Command, fails: Fails, made: Path) -> None:
+    place = str(made / "nearest_mean")
+    seal = read_bundle(Path(place)).seal
+    code, out, _ = command("verify", place, "--seal", seal[:12])
+    assert code == 0
+    assert "  checked: the seal is the published one" in out
+    assert "the seal is the published one" not in command("verify", place)[1]
+    for words in (("verify", place), ("gate", place, "--min-robust", "0")):
+        assert command(*words, "--seal", seal)[0] == 0
+        code, out, err = command(*words, "--seal", "0" * 64)
+        assert (code, out) == (1, "")
+        assert f"the evidence has the seal {seal}, and the published one is {'0' * 64}" in err
+        assert "--seal: expected 12 to 64 digits" in fails(*words, "--seal", "abc")
+
+
+def test_verify_audits(command: Command, fails: Fails, made: Path) -> None:
+    place = str(made / "nearest_mean")
+    words = ("verify", place, "--model", f"{HERE}:nearest_mean", "--data", "digits")
+    claimed = read_bundle(Path(place)).record["robust_correct"]
+    code, out, err = command(*words, "--reattack", "5", "--suite", "tiny", "--salt", "mine")
+    assert (code, err) == (0, "")
+    assert "  audit: none of 5 fell to suite tiny, the evidence's own (salt mine): with 95% confidence less than" in out
+    assert "only an audit can show that" not in out
+    salts = [re.search(r"\(salt (\w+)\)", command(*words, "--reattack", "5", "--suite", "tiny")[1]) for _ in range(2)]
+    assert salts[0] is not None
+    assert salts[1] is not None
+    assert salts[0][1] != salts[1][1], "without a salt, it is random and printed"
+    assert f"of the claimed {claimed} are false" in out
+    assert "--suite and --salt: expected --reattack with them" in fails(*words, "--salt", "mine")
+    assert "--reattack: expected the model and the data with it" in fails("verify", place, "--reattack", "5")
+    assert "--reattack: expected a number of samples" in fails(*words, "--reattack", "0")
+
+
+def test_a_suite_of_ones_own_is_named_and_does_not_pass_the_gate(
+    command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(made / "nearest_mean")
+    assert "note: the suite" not in command("verify", place)[1]
+    monkeypatch.delitem(SUITES, "tiny")
+    code, out, _ = command("verify", place)
+    assert code == 0
+    assert "  note: the suite 'tiny' is not one of steelman's" in out
+    code, _, err = command("gate", place, "--min-robust", "0")
+    assert code == 1
+    assert "the suite 'tiny' is not one of steelman's, so nobody knows what it tries" in err
+    assert command("gate", place, "--min-robust", "0", "--allow-suspect")[0] == 0
+
+
+def test_the_pages_of_an_evaluation_and_of_a_run_are_checked(command: Command, bundle: Path, a_run: Path) -> None:
+    for place in (bundle, a_run):
+        page = place / "report.html"
+        text = page.read_text()
+        assert command("verify", str(place))[0] == 0
+        page.write_text(text.replace("</body>", "<script>alert(1)</script></body>"))
+        code, _, err = command("verify", str(place))
+        page.write_text(text)
+        assert code == 1
+        assert "report.html is not the page of this evidence" in err
+    (bundle / "read me.txt").write_text("x")
+    assert "note: these files are no part of the evidence: read me.txt" in command("verify", str(bundle))[1]
+
+
 def broken_rows(folder: Path) -> Tensor:
     rows: Tensor = load_file(folder / "adversarial-0000.safetensors")["rows"]
     return rows
@@ -510,7 +572,7 @@ def test_mistakes_at_verify(fails: Fails, bundle: Path, tmp_path: Path) -> None:
     assert "unknown dataset 'digit'" in fails("verify", "bundle", "--data", "digit")
     assert "no run at runs/none" in fails("verify", "bundle", "--model", "runs/none")
     (bundle / "evidence.json").write_text('{"format": 99}')
-    assert "expected evidence of format 2, got 99" in fails("verify", "bundle")
+    assert "expected evidence of format 3, got 99" in fails("verify", "bundle")
 
 
 # compare
@@ -602,11 +664,10 @@ def test_gate_is_about_trust(command: Command, made: Path, tmp_path: Path) -> No
     assert code == 1
     assert "the verdict is suspect" in err
     assert command("gate", place, "--min-robust", "0", "--allow-suspect")[0] == 0
-    changed(tmp_path / place, "verdict.trust", "invalid")
-    for allowing in ((), ("--allow-suspect",)):
-        code, _, err = command("gate", place, "--min-robust", "0", *allowing)
-        assert code == 1
-        assert "the verdict is invalid" in err
+    changed(tmp_path / place, "verdict.trust", "sound")
+    code, _, err = command("gate", place, "--min-robust", "0")
+    assert code == 2
+    assert "the verdict is sound, and what follows from its flags is suspect" in err
 
 
 def test_what_gate_cannot_read(fails: Fails, bundle: Path) -> None:

@@ -244,6 +244,7 @@ EXAMPLES = {
     "docs/architecture.md": 1,
     "docs/attacks.md": 6,
     "docs/how-the-suites-were-chosen.md": 1,
+    "docs/limits.md": 1,
     "docs/methods.md": 2,
     "docs/verdict.md": 3,
 }

@@ -86,7 +86,11 @@ def test_robust_accuracy_of_a_linear_model_is_the_exact_share() -> None:
         eps = float(order[k] + order[k + 1]) / 2
         assert min(abs(distance - eps)) > 1e-6
         found = evaluate(
-            model, (x, y), ThreatModel(eps=eps), {"fgsm": PGD(steps=1, start="zero"), "pgd": PGD(steps=20)}
+            model,
+            (x, y),
+            ThreatModel(eps=eps),
+            {"fgsm": PGD(steps=1, start="zero"), "pgd": PGD(steps=20)},
+            tiny_eps=True,
         )
         standing = int((right & (distance > eps)).sum())
         assert found.score("clean").correct == right.sum()
@@ -474,11 +478,13 @@ def test_the_model_is_judged_in_eval_mode() -> None:
     _, x, y, _ = line()
     right = line()[0](x).argmax(dim=1) == y
     with pytest.raises(UserError, match="in train mode, where it answers otherwise"):
-        evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False)
+        evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False, tiny_eps=True)
     assert line()[0].training  # where train mode makes no difference, nobody minds
-    evaluate(line()[0], (x, y), ThreatModel(eps=1e-6), curve=False)
+    evaluate(line()[0], (x, y), ThreatModel(eps=1e-6), curve=False, tiny_eps=True)
     model.eval()[0].train()
-    assert evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False).score("clean").correct == int(right.sum())
+    assert evaluate(model, (x, y), ThreatModel(eps=1e-6), curve=False, tiny_eps=True).score("clean").correct == int(
+        right.sum()
+    )
 
 
 class Viewing(nn.Module):

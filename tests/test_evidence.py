@@ -69,6 +69,7 @@ def a_part(rows: list[int], broken: list[bool], margin: list[float], value: floa
         "lead": torch.tensor(margin, dtype=torch.float64),
         "forwards": torch.full((n,), 3),
         "backwards": torch.full((n,), 2),
+        "unclear": torch.zeros(n, dtype=torch.bool),
     }
 
 
@@ -219,7 +220,7 @@ def test_leftovers_of_a_killed_process_are_swept_and_other_files_are_not(tmp_pat
         "work/.00-00002.batch.abcdefgh",
     ):
         (out / name).write_bytes(b"half")
-    kept = [".gitignore", ".notes.json", "report.html"]
+    kept = [".gitignore", ".notes.json", "page.html"]
     for name in kept:
         (out / name).write_bytes(b"mine")
     run(out)
@@ -444,7 +445,7 @@ def test_a_file_of_images_is_small_whatever_the_size_of_an_image(
 
 
 def test_a_model_that_nothing_breaks_leaves_no_images(tmp_path: Path) -> None:
-    run(tmp_path / "out", threat=ThreatModel(eps=1e-9))
+    run(tmp_path / "out", threat=ThreatModel(eps=1e-9), tiny_eps=True)
     assert list(read_bundle(tmp_path / "out").images()) == []
     assert verify(tmp_path / "out", model=a_model(), source=the_data()).broken == 0
 

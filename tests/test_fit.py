@@ -480,7 +480,7 @@ class Noisy(nn.Module):
         ({"augment": "crop-flip"}, "augment: expected one such as CropFlip"),
         ({"helper": "x"}, "helper: expected a torch.nn.Module, got str"),
         ({"console": True}, "console: expected a rich.console.Console, got bool"),
-        ({"out": 5}, "out: expected the path of a folder, got int"),
+        ({"out": 5}, "out: expected a path, got"),
         ({"resume": "yes"}, "resume: expected 'exact' or 'plain'"),
         ({"suite": "fastt"}, "unknown suite 'fastt'"),
         ({"net": a_net().double()}, r"call model\.float\(\)"),

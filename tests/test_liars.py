@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from steelman.attacks import PGD
+from steelman.attacks.shaped import Shaped
 from steelman.evaluation.checks import ContractError
+from steelman.evaluation.masking import SHAPED
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_named
@@ -25,7 +27,8 @@ from tests.oracles import LinearClassifier, LinearProblem
 Net = Callable[[Tensor], Tensor]
 SHAPE = (1, 4, 4)
 THREAT = ThreatModel(eps=0.2)
-N = 24
+BETWEEN = ThreatModel(eps=0.19)  # no whole number of grey levels, so one step of its size leaves them
+N, MORE = 24, 60  # samples; a liar that looks at its points gets more, so that the pilot sees a part of them
 ALLOWED = 0.08  # what a verdict may lie above the truth and still be called right
 
 
@@ -108,10 +111,10 @@ class Headed(nn.Module):
 class Around(nn.Module):
     """Knows the data, and treats points near them in a way of its own."""
 
-    def __init__(self, function: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Net, Tensor, Tensor], Tensor], *, levels: bool = False) -> None:
         super().__init__()
         self.base, self.function = Base(), function
-        self.known = images()
+        self.known = images(levels=levels)
 
     def forward(self, x: Tensor) -> Tensor:
         off = x[:, None] - self.known
@@ -119,8 +122,10 @@ class Around(nn.Module):
         return self.function(self.base, x, self.known[nearest])
 
 
-def images(n: int = 300) -> Tensor:
-    return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(1))
+def images(n: int = 300, *, levels: bool = False) -> Tensor:
+    """Random images, of whole grey levels if asked for."""
+    x = torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(1))
+    return (255 * x).round() / 255 if levels else x
 
 
 def far(x: Tensor, near: Tensor) -> Tensor:
@@ -199,6 +204,79 @@ def hashed(base: Net, x: Tensor, near: Tensor) -> Tensor:
 OTHER: Net = Base(seed=5).eval()
 
 
+def guarded(base: Net, x: Tensor, near: Tensor) -> Tensor:
+    """The image's own answer, with a little of the true slope, for all that is near it. Far away, the true answer."""
+    clean = base(near).detach()
+    return torch.where(far(x, near) < 0.3, clean + 0.01 * (base(x) - clean), base(x))
+
+
+def guarded_where(odd: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Net, Tensor, Tensor], Tensor]:
+    """True answers, but guarded ones where the move from the image looks like that of an attack."""
+    return lambda base, x, near: torch.where(odd(x, near)[:, None], guarded(base, x, near), base(x))
+
+
+def between_levels(x: Tensor) -> Tensor:
+    """Which pixels are no whole grey levels."""
+    return ((255 * x).round() / 255 - x).flatten(1).abs() > 1e-6
+
+
+def moved(x: Tensor, near: Tensor) -> Tensor:
+    return (x - near).flatten(1).abs()
+
+
+def rough(x: Tensor, near: Tensor) -> Tensor:
+    """How much neighbours differ in what was added, as a share of its size."""
+    delta = x - near
+    ups, acrosses = delta.diff(dim=2).abs().mean(dim=(1, 2, 3)), delta.diff(dim=3).abs().mean(dim=(1, 2, 3))
+    return (ups + acrosses) / delta.abs().mean(dim=(1, 2, 3)).clamp_min(1e-9)
+
+
+class Remembering(nn.Module):
+    """Knows the data, and keeps something from question to question."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.base, self.known, self.kind = Base(), images(levels=True), kind
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.cache: dict[bytes, Tensor] = {}
+        self.locked, self.asked = False, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = self.known[(x[:, None] - self.known).flatten(2).abs().amax(dim=2).argmin(dim=1)]
+        if self.kind == "near repeats":
+            return torch.stack([self.one(image) for image in x])
+        if self.kind == "rounded repeats":
+            return torch.stack([self.rounded(image) for image in x])
+        guard = self.locked if self.kind == "locked" else self.asked > 150
+        self.locked = self.locked or bool((far(x, near) > 1e-6).any())
+        self.asked += len(x)
+        return guarded(self.base, x, near) if guard else self.base(x)
+
+    def one(self, image: Tensor) -> Tensor:
+        fresh: Tensor = self.base(image[None])[0]
+        for before, answer in self.seen:
+            if float((before - image).abs().max()) < 0.25:
+                return answer + 0.01 * (fresh - fresh.detach())
+        self.seen.append((image.detach(), fresh.detach()))
+        return fresh
+
+    def rounded(self, image: Tensor) -> Tensor:
+        fresh: Tensor = self.base(image[None])[0]
+        answer = self.cache.setdefault((image.detach().mean() * 4).round().numpy().tobytes(), fresh.detach())
+        return answer + 0.01 * (fresh - fresh.detach())
+
+
+def in_company(base: Net, x: Tensor, near: Tensor) -> Tensor:
+    """Among moved images, the first one's answer is added to the others'."""
+    away = far(x, near) > 1e-6
+    return base(x) + 2.0 * away * base(near).detach()[:1]
+
+
+def watched(base: Net, x: Tensor, near: Tensor) -> Tensor:
+    """A guarded answer to moved images while a gradient is asked for."""
+    return torch.where(far(x, near) > 1e-6, guarded(base, x, near), base(x)) if torch.is_grad_enabled() else base(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A liar; a twin without its tricks, for finding the truth; and the only words that may excuse a wrong verdict:
@@ -207,6 +285,7 @@ class Case:
     make: Callable[[], nn.Module]
     excuses: tuple[str, ...] = ()
     twin: Callable[[], nn.Module] = Base
+    levels: bool = False  # its images are of whole grey levels
 
 
 def noise(size: float) -> Callable[[Tensor], Tensor]:
@@ -257,6 +336,18 @@ def unrecorded() -> nn.Module:
 
 
 FLAT, MISLED, ROUGH = "zero gradients", "black box stronger", "starts disagree"
+GRID, FEW, SMALL, PATCHES = SHAPED.values()
+COMPANY, WATCHED, MEMORY = "company answers", "gradient answers", "remembered answers"
+
+
+def guarded_case(odd: Callable[[Tensor, Tensor], Tensor], *excuses: str) -> Case:
+    return Case(lambda: Around(guarded_where(odd), levels=True), excuses, levels=True)
+
+
+def remembering(kind: str) -> Case:
+    return Case(lambda: Remembering(kind), (MEMORY, "batch"), levels=True)
+
+
 LIARS: dict[str, Case] = {
     "x 1000": scaled(1e3),
     "x 1e6": scaled(1e6),
@@ -312,6 +403,28 @@ LIARS: dict[str, Case] = {
     "an absent class, and an offset": Case(
         lambda: Liar(after=lambda z: absent(-1e6)(z + 2e3)), ("wrong by a rounding", "coarse answers")
     ),
+    # Those that answer attackers otherwise: by what their points look like, or by what they asked before.
+    "guarded between grey levels": guarded_case(lambda x, near: between_levels(x).any(dim=1), GRID),
+    "guarded if most pixels are between grey levels": guarded_case(
+        lambda x, near: between_levels(x).double().mean(dim=1) > 0.6, GRID
+    ),
+    "guarded if one corner is between grey levels": guarded_case(lambda x, near: between_levels(x)[:, 0], GRID),
+    "guarded if many pixels have moved": guarded_case(
+        lambda x, near: (moved(x, near) > 1e-6).double().mean(dim=1) > 0.22, FEW
+    ),
+    "guarded if pixels have moved far together": guarded_case(
+        lambda x, near: moved(x, near).mean(dim=1) > 0.45 * BETWEEN.eps, FEW, SMALL
+    ),
+    "guarded if a pixel has moved far": guarded_case(
+        lambda x, near: moved(x, near).amax(dim=1) > 0.35 * BETWEEN.eps, SMALL
+    ),
+    "guarded if neighbours differ": guarded_case(lambda x, near: rough(x, near) > 1.1, PATCHES, GRID, FEW, SMALL),
+    "answers near repeats as before": remembering("near repeats"),
+    "answers rounded repeats as before": remembering("rounded repeats"),
+    "locked by the first odd image": remembering("locked"),
+    "guarded after many questions": remembering("tired"),
+    "depends on company once moved": around(in_company, COMPANY),
+    "guarded while a gradient is asked for": around(watched, WATCHED),
     "an absent class and the batch's mean": Case(
         lambda: Liar(after=lambda z: absent(-1e6)(z - 0.5 * z.mean(dim=0))), ("batch",)
     ),
@@ -321,22 +434,29 @@ LIARS: dict[str, Case] = {
 def problem(case: Case, threat: ThreatModel = THREAT) -> tuple[nn.Module, Tensor, Tensor]:
     """The liar, images, and its own answers as labels. A witness breaks each of them, so that in truth the robust
     accuracy is 0."""
-    model, twin, x = case.make().eval(), case.twin().eval(), images()
+    model, twin, x = case.make().eval(), case.twin().eval(), images(levels=case.levels)
     middle = x + threat.eps * torch.where(x < 0.5, 1.0, -1.0)
     with torch.no_grad():
-        y, plain = model(x).nan_to_num().argmax(dim=1), twin(x).argmax(dim=1)
+        y, plain = case.make().eval()(x).nan_to_num().argmax(dim=1), twin(x).argmax(dim=1)
         points = [middle]
         for part in (0.7, 0.85, 1.0):
             attack = PGD(steps=40, restarts=2, loss="margin")
             points.append(attack(twin, x, plain, threat.at(part * threat.eps)))
-        wrong = [(model(one).argmax(dim=1) != y) & threat.contains(one, x) for one in points]
+        for shape in SHAPED if case.levels else ():
+            points.append(Shaped(shape=shape, steps=60)(twin, x, plain, threat))
+        wrong = [(asked_anew(case, one).argmax(dim=1) != y) & threat.contains(one, x) for one in points]
         # Who gives no answer, or one of the batch, is not to be had otherwise.
         broken = torch.stack(wrong).any(dim=0) if not case.excuses else torch.ones(len(x), dtype=torch.bool)
-        if case.excuses and not {"batch", "logits", "random"} & set(case.excuses):
+        if case.levels or (case.excuses and not {"batch", "logits", "random"} & set(case.excuses)):
             broken = torch.stack(wrong).any(dim=0) | ~model(points[-1]).isfinite().all(dim=1)
-    rows = broken.nonzero()[:N, 0]
-    assert len(rows) == N
-    return model, x[rows], y[rows]
+    rows = broken.nonzero()[: MORE if case.levels else N, 0]
+    assert len(rows) == (MORE if case.levels else N)
+    return case.make().eval(), x[rows], y[rows]
+
+
+def asked_anew(case: Case, x: Tensor) -> Tensor:
+    """The answers of a model that was asked nothing before, to a few images at a time."""
+    return torch.cat([case.make().eval()(part) for part in torch.split(x, 50)])
 
 
 def small(name: str, threat: ThreatModel) -> Suite:
@@ -350,6 +470,12 @@ def small(name: str, threat: ThreatModel) -> Suite:
 
     suite = suite_named(name, threat)
     return dataclasses.replace(suite, stages=tuple(dataclasses.replace(s, attack=less(s.attack)) for s in suite.stages))
+
+
+def unescalated(name: str, threat: ThreatModel) -> Suite:
+    """The small suite without the escalation, which costs the most and takes no flag away."""
+    suite = small(name, threat)
+    return dataclasses.replace(suite, stages=tuple(stage for stage in suite.stages if stage.role != "escalation"))
 
 
 def raised(found: Evaluation) -> set[str]:
@@ -380,9 +506,10 @@ KINDS += (
 @pytest.mark.parametrize(("name", "suite"), [*((n, "fast") for n in LIARS), *((n, "standard") for n in KINDS)])
 def test_no_liar_is_called_robust_and_sound(name: str, suite: str) -> None:
     case = LIARS[name]
-    model, x, y = problem(case)
+    threat = BETWEEN if case.levels else THREAT
+    model, x, y = problem(case, threat)
     try:
-        found = evaluate(model, x, y, THREAT, small(suite, THREAT))
+        found = evaluate(model, x, y, threat, unescalated(suite, threat) if case.levels else small(suite, threat))
     except ContractError as error:
         if error.reason not in case.excuses:
             pytest.fail(f"refused for {error.reason}: {error}")

@@ -72,6 +72,8 @@ def test_without_a_gradient_there_is_no_flag_that_needs_one() -> None:
         "random answers",
         "undefined answers",
         "coarse answers",
+        "company answers",
+        "gradient answers",
     }
 
 

@@ -91,7 +91,6 @@ def test_a_suite_without_a_place_for_it_keeps_to_its_own_attacks() -> None:
 
 def test_what_the_curve_finds_within_eps_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pilot, "measure", lambda *_, **__: {})
-    monkeypatch.setattr(pilot, "flags_of", lambda _: [])
     (with_curve, _), (without, _) = run(), run(curve=False)
     assert with_curve.broken > 0
     assert without.broken == 0

@@ -13,8 +13,9 @@ from steelman.attacks import PGD, Search
 from steelman.attacks.eot import EOT
 from steelman.data.source import ArraySource
 from steelman.errors import UserError
-from steelman.evaluation.checks import ContractError, check_contract, check_manners, coarse
+from steelman.evaluation.checks import ContractError, check_contract, coarse
 from steelman.evaluation.evaluate import evaluate
+from steelman.evaluation.manners import check_manners
 from steelman.threat import ThreatModel
 from tests.training_helpers import SHAPE, a_net, some_data
 
@@ -134,7 +135,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "eot",
     ),
     "train mode": (lambda: a_net("linear").train(), "train mode", "call model.eval()"),
-    "half precision": (lambda: a_net("linear").half(), "precision", "torch.float16, and answers are judged in full"),
+    "half precision": (lambda: a_net("linear").half(), "precision", "weights are torch.float16"),
     "batch norm without statistics": (unrecorded, "batch", "another size"),
     "the batch's mean": (lambda: Answers(lambda z, x: z - 0.1 * z.mean(dim=0)), "batch", "depends on the others"),
     "tiny logits less the batch's mean": (
@@ -262,8 +263,8 @@ def test_what_is_no_module_is_refused(thing: Any) -> None:
 
 def test_an_eot_suite_may_ask_a_random_model_and_is_told_that_it_is_one() -> None:
     source = ArraySource(*data())
-    assert check_manners(Answers(noisy), source, CPU, random=True)
-    assert not check_manners(Answers(), source, CPU, random=True)
+    assert check_manners(Answers(noisy), source, CPU, random=True).random
+    assert not check_manners(Answers(), source, CPU, random=True).random
     found = evaluate(Answers(noisy), *data(), THREAT, {"eot": EOT(attack=PGD(steps=3), draws=2)})
     assert found.verdict is not None
     assert found.verdict.trust == "suspect"
@@ -290,7 +291,7 @@ def test_an_honest_model_is_let_in_and_left_as_it_was(make: Callable[[], nn.Modu
     expected = torch.rand(4)
     torch.manual_seed(3)
     assert check_contract(model, source, THREAT, CPU) == 3
-    assert check_manners(model, source, CPU) is False
+    assert not check_manners(model, source, CPU).random
     assert torch.equal(torch.rand(4), expected), "the global generator has moved"
     assert modes == [m.training for m in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

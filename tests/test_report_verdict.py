@@ -417,7 +417,7 @@ def test_the_page_with_a_verdict_is_accessible() -> None:
 def test_verdict_in_the_terminal() -> None:
     lines = printed(a_cascade(trust="suspect", reasons=("first [bold]reason[/bold]", "second"))).splitlines()
     assert [line.rstrip() for line in lines] == [
-        f"Robust accuracy {cell(118, 200)}  n = 200, L∞, eps = 0.1, suite fast, seed 3",
+        f"Robust accuracy {cell(118, 200)}  n = 200, L∞, eps = 0.1 (25.5 of 255 grey levels), suite fast, seed 3",
         "Trust: suspect",
         "  - first [bold]reason[/bold]",
         "  - second",
@@ -439,11 +439,16 @@ def test_a_verdict_printed_is_three_lines_at_most() -> None:
         return str(verdict).splitlines()
 
     robust, clean = f"robust {cell(118, 200)} of 200 (linf, eps", f"clean {cell(190, 200)}, suite fast"
-    assert lines() == [f"{robust} 0.1), sound", clean]
+    assert lines() == [f"{robust} 0.1, 25.5 of 255 grey levels), sound", clean]
     doubted = lines(trust="suspect", reasons=("first", "second"))
-    assert doubted == [f"{robust} 0.1), suspect", clean, "first; second"]
+    assert doubted == [f"{robust} 0.1, 25.5 of 255 grey levels), suspect", clean, "first; second"]
     verdict = replace(a_cascade().verdict, correct=946, clean=1800, total=2000, eps=8 / 255, protocol=True)  # type: ignore[type-var]
-    assert str(verdict).startswith("robust 47.3% [45.1, 49.5] of 2,000 (linf, eps 8/255), upper bound\nclean 90.0%")
+    line = "robust 47.3% [45.1, 49.5] of 2,000 (linf, eps 0.0314, 8.0 of 255 grey levels), upper bound"
+    assert verdict is not None
+    assert str(verdict).startswith(f"{line}\nclean 90.0%")
+    assert "(linf, eps 8, 8.0 of 255 grey levels)" in str(replace(verdict, eps=8.0, high=255.0))
+    assert "(linf, eps 0.15, 0.15 of 255 grey levels)" in str(replace(verdict, eps=0.15, high=255.0))
+    assert "(l0, eps 3)" in str(replace(verdict, norm="l0", eps=3.0)), "pixels have no grey levels"
 
 
 def test_times_that_nobody_knows_are_not_shown() -> None:

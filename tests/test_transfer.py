@@ -302,7 +302,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"batch_size": 0}, "batch size of at least 1, got 0"),
+            ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
             ({"threat": ThreatModel(eps=0)}, "eps: expected a radius above 0"),
             ({"threat": ThreatModel(eps=0.1, high=0.5)}, r"pixels in \[0, 0.5\]"),
             ({"data": (DATA[0], DATA[1] + 1)}, r"label 2 at index \d+, expected 0 .. 1"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import pydantic
 import yaml
 
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,17 +151,6 @@ def problem(error: pydantic.ValidationError) -> str:
         return f"{place} is no key of this file{more}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return f"{place + ': ' if place else ''}{text[:1].lower()}{text[1:]}, got {shown(first['input'])}{more}"
-
-
-def shown(value: object) -> str:
-    """A value in an error. A long one is shortened.
-
-    >>> len(shown("x" * 10_000)) < 100
-    True
-    """
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 60
-    return short.repr(value)
 
 
 def _text(source: Path | bytes | str, what: str, most_bytes: int) -> tuple[str, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import shlex
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+
+LONGEST = 150  # characters of a value in an error
 
 
 class UserError(ValueError):
@@ -53,6 +56,18 @@ def unknown(kind: str, got: object, choices: Iterable[str]) -> UserError:
     unknown attack 'pdg' (did you mean 'pgd'?); choices: fgsm, pgd
     """
     known = sorted(choices)
-    close = difflib.get_close_matches(str(got), known, n=1)
+    close = difflib.get_close_matches(str(got)[:100], known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return UserError(f"unknown {kind} {got!r}{hint}; choices: {', '.join(known)}")
+    return UserError(f"unknown {kind} {shown(got)}{hint}; choices: {', '.join(known)}")
+
+
+def shown(value: object) -> str:
+    """A value in an error. A long one is shortened.
+
+    >>> len(shown(["x" * 10_000] * 100)) < 200
+    True
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 60
+    text = " ".join(line.strip() for line in short.repr(value).splitlines())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steelman.errors import UserError
+from steelman.arguments import model_of
+from steelman.errors import UserError, shown
 from steelman.settings import make
 
 # The derivative of arccos(c) is infinite at |c| = 1. Cosines are kept this far from there, so gradients stay finite.
@@ -65,11 +66,11 @@ class Head(nn.Module):
         if not (_finite(num_classes, numbers.Integral) and num_classes >= 2):
             raise UserError(f"expected at least two classes, got {num_classes!r}")
         if not (_finite(scale) and scale > 0):
-            raise UserError(f"head scale: expected a number above 0, got {scale!r}")
+            raise UserError(f"head scale: expected a number above 0, got {shown(scale)}")
         if not (_finite(margin) and margin >= 0):
-            raise UserError(f"head margin: expected a number of at least 0, got {margin!r}")
+            raise UserError(f"head margin: expected a number of at least 0, got {shown(margin)}")
         if wn_mode not in get_args(WNMode):
-            raise UserError(f"wn_mode: expected one of {', '.join(get_args(WNMode))}, got {wn_mode!r}")
+            raise UserError(f"wn_mode: expected one of {', '.join(get_args(WNMode))}, got {shown(wn_mode)}")
         if zero_init and normalise_weights:
             raise UserError(
                 "zero_init: a zero weight has no direction, so a head that normalises weights cannot use it"
@@ -165,7 +166,7 @@ def mhe(
 HEADS: dict[str, Callable[..., Head]] = {"linear": linear, "fn": fn, "wn": wn, "he": he, "m-he": mhe}
 
 
-def build_head(name: str, features: int, num_classes: int, **options: Any) -> Head:
+def build_head(name: str, features: int, num_classes: int, /, **options: Any) -> Head:
     """Make the head that the registry `HEADS` calls `name`."""
     return make("head", HEADS, name, {"features": features, "num_classes": num_classes, **options})
 
@@ -211,6 +212,7 @@ def embed(
     >>> type(net[-1]).__name__
     'Head'
     """
+    model_of("embed", model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Head)}
     if not layers:
         raise UserError(
@@ -219,10 +221,12 @@ def embed(
     if layer is None:  # a model with a steelman head would otherwise keep it, and lose another layer
         heads = [name for name, module in layers.items() if isinstance(module, Head)]
         layer = heads[-1] if heads else list(layers)[-1]
-    if layer not in layers:
-        raise UserError(f"embed: {layer!r} is not a linear layer of the model; choices: {', '.join(layers)}")
+    if not isinstance(layer, str) or layer not in layers:
+        raise UserError(f"embed: {shown(layer)} is not a linear layer of the model; choices: {', '.join(layers)}")
     if layer == "":
         raise UserError("embed: the model is itself one linear layer; wrap it, for example in nn.Sequential")
+    if not isinstance(copy, bool):
+        raise UserError(f"copy: expected True or False, got {shown(copy)}")
     model = deepcopy(model) if copy else model
     old = model.get_submodule(layer)
     assert isinstance(old, nn.Linear | Head)  # checked above

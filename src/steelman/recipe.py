@@ -12,10 +12,10 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from steelman.attacks import ATTACKS, Attack, Search
-from steelman.bounded import read_yaml, shown
+from steelman.bounded import read_yaml
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
-from steelman.errors import UserError, unknown
+from steelman.errors import UserError, shown, unknown
 from steelman.evaluation.stages import RESERVED
 from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS, build_head
@@ -23,9 +23,10 @@ from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective, objections
 from steelman.recipe_files import find, load, setting
 from steelman.schedules import value_at
-from steelman.settings import Number, SettingsError, make, named, number, options_of, settings
+from steelman.settings import Count, Number, SettingsError, make, named, number, options_of, settings
 from steelman.threat import ThreatModel
 from steelman.training import Around, Compute, Guard, RunSettings, Training, Validation
+from steelman.training.settings import BatchSize
 
 MOST_PARTS = 20  # of a dotted key
 
@@ -115,7 +116,7 @@ def _head(value: object) -> object:
 
 def _validated(cls: Any, value: object) -> Any:
     if not isinstance(value, Mapping):
-        raise UserError(f"expected a mapping of keys to values, got {value!r}")
+        raise UserError(f"expected a mapping of keys to values, got {shown(value)}")
     return cls(**{str(key): item for key, item in value.items()})
 
 
@@ -143,7 +144,7 @@ def _attacks(value: object) -> object:
 
 
 def _suite(value: object) -> object:
-    if value is not None and value not in SUITES:
+    if value is not None and (not isinstance(value, str) or value not in SUITES):
         raise unknown("suite", value, SUITES)
     return value
 
@@ -158,8 +159,8 @@ class EvaluationSpec:
 
     suite: Annotated[str | None, BeforeValidator(_suite)] = "fast"
     attacks: Annotated[dict[str, Attack], BeforeValidator(_attacks)] = Field(default_factory=dict)
-    samples: Annotated[int, Field(gt=0)] | None = None
-    batch_size: Annotated[int, Field(gt=0)] = 256
+    samples: Count | None = None
+    batch_size: BatchSize = 256
 
     @model_validator(mode="after")
     def _something(self) -> EvaluationSpec:
@@ -344,7 +345,7 @@ def check_root(source: Mapping[str, Any], origin: str) -> None:
 def _override(source: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UserError(f"expected key=value, such as training.epochs=3, got {text!r}")
+        raise UserError(f"expected key=value, such as training.epochs=3, got {shown(text)}")
     place: dict[str, Any] = source
     *parents, last = key.split(".")
     if len(parents) > MOST_PARTS:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steelman.bounded import read_yaml
-from steelman.errors import UserError, unknown
+from steelman.errors import UserError, shown, unknown
 
 # A recipe does not take these keys from its base: they describe the base alone.
 OWN = ("name", "description", "published")
@@ -41,7 +41,7 @@ def load(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base, chain = own.pop("base"), (*above, path.resolve())
     try:
         if not isinstance(base, str):
-            raise UserError(f"expected a recipe's name or the path of a YAML file, got {base!r}")
+            raise UserError(f"expected a recipe's name or the path of a YAML file, got {shown(base)}")
         below = find(base, path.parent)
         if below.resolve() in chain:
             circle = " -> ".join(one.stem for one in (*chain, below))

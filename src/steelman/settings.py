@@ -15,10 +15,12 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 
-from steelman.bounded import read_yaml, shown
-from steelman.errors import UserError, unknown
+from steelman.bounded import read_yaml
+from steelman.errors import UserError, shown, unknown
 
 T = TypeVar("T")
+MOST_PROBLEMS, LONGEST_KEY = 20, 60  # of an error: its lines, and the characters of a key in it
+MOST = 10_000_000  # steps, queries or anything else that is counted: more would never end
 
 _FRACTION = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*/\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
 
@@ -36,7 +38,7 @@ def number(value: object) -> object:
             return float(match[1]) / float(match[2])
         return float(value)
     except ZeroDivisionError:
-        raise UserError(f"expected a number or a fraction such as 8/255, got {value!r}") from None
+        raise UserError(f"expected a number or a fraction such as 8/255, got {shown(value)}") from None
     except ValueError:
         return value
 
@@ -48,8 +50,20 @@ def _number_only(value: object) -> object:
     return number(value)
 
 
+def at_most(most: int) -> BeforeValidator:
+    """The validator of a whole number that has a limit."""
+
+    def check(value: object) -> object:
+        found = _number_only(value)
+        if isinstance(found, int | float) and found > most:  # pydantic would not name the limit for 1e20
+            raise UserError(f"expected at most {most:,}, got {shown(value)}")
+        return found
+
+    return BeforeValidator(check)
+
+
 Number = Annotated[float, BeforeValidator(_number_only), pydantic.Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_number_only), pydantic.Field(gt=0)]
+Count = Annotated[int, at_most(MOST), pydantic.Field(gt=0)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -75,7 +89,9 @@ class SettingsError(UserError):
 
     def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
         self.problems = list(problems)
-        super().__init__("\n".join(f"{'.'.join(path)}: {text}" if path else text for path, text in problems))
+        lines = [f"{'.'.join(map(_short, path))}: {text}" if path else text for path, text in problems]
+        more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
+        super().__init__("\n".join(lines[:MOST_PROBLEMS] + more))
 
     @classmethod
     def of(cls, error: ValidationError, checked: object) -> SettingsError:
@@ -91,13 +107,17 @@ class SettingsError(UserError):
             elif item["type"] == "missing":
                 problems.append((path, "is required and missing"))
             elif item["type"] == "unexpected_positional_argument":
-                problems.append(((), f"expected settings by their names, got {item['input']!r} without a name"))
+                problems.append(((), f"expected settings by their names, got {shown(item['input'])} without a name"))
             elif item["type"] == "unexpected_keyword_argument":
                 problems.append((path, str(unknown("key", item["loc"][-1], _keys_at(checked, item["loc"][:-1])))))
             else:
                 text = item["msg"].removeprefix("Value error, ")
-                problems.append((path, f"{text[:1].lower()}{text[1:]}, got {item['input']!r}"))
+                problems.append((path, f"{text[:1].lower()}{text[1:]}, got {shown(item['input'])}"))
         return cls(list(dict.fromkeys(problems)))
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
 
 
 def _keys_at(checked: object, path: Sequence[str | int]) -> list[str]:
@@ -166,6 +186,6 @@ def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"expected an option as key=value, got {text!r}")
+            raise UserError(f"expected an option as key=value, got {shown(text)}")
         options[key.strip()] = number(read_yaml(value, what=f"{key.strip()}: {shown(value)}"))
     return options

@@ -19,6 +19,7 @@ from steelman.attacks.fn import FNAttack
 from steelman.attacks.multi_targeted import MultiTargeted
 from steelman.attacks.pgd import PGD
 from steelman.attacks.rays import RayS
+from steelman.attacks.shaped import Shaped
 from steelman.attacks.square import Square
 from steelman.attacks.zoo import ZOO
 
@@ -47,6 +48,7 @@ ATTACKS: dict[str, Callable[..., Search]] = {
     "multi-targeted": MultiTargeted,
     "feature": FeatureAttack,
     "fn": FNAttack,
+    "shaped": Shaped,
     # White box: the nearest point.
     "deepfool": DeepFool,
     "fab": FAB,

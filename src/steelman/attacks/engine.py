@@ -13,11 +13,12 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
+from steelman.arguments import check_plain, model_of
 from steelman.attacks.base import Mode, check_range, untouched
 from steelman.attacks.layout import laid_out
 from steelman.attacks.parallel import search_in_parts
 from steelman.attacks.problem import Found, Precision, Problem
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
 
@@ -87,6 +88,7 @@ class Search(abc.ABC):
                 sample leaves at its first point within eps.
             precision: the precision of the search. Every success is checked in full precision.
         """
+        model_of("model", model)
         self._check(x, y, threat, index, target, distances, precision)
         if start is not None and not self.warm:
             raise UserError(f"{type(self).__name__} cannot begin from given points")
@@ -148,7 +150,10 @@ class Search(abc.ABC):
         """Refuse wrong arguments before the attack begins."""
         name = type(self).__name__
         if not isinstance(threat, ThreatModel):
-            raise UserError(f"expected a ThreatModel, got {threat!r}")
+            raise UserError(f"expected a ThreatModel, got {shown(threat)}")
+        for what, value in (("images", x), ("labels", y), ("targets", target), ("indices", index)):
+            if isinstance(value, Tensor):
+                check_plain(what, value)
         if threat.norm not in self.norms:
             raise UserError(f"{name}: expected one of the norms {', '.join(self.norms)}, got {threat.norm}")
         if distances and not self.minimum_norm:
@@ -157,13 +162,13 @@ class Search(abc.ABC):
             raise UserError(f"precision: expected one of {', '.join(get_args(Precision))}, got {precision!r}")
         if precision != "full" and not self.reduced:
             raise UserError(f"{name}: expected precision 'full', for it looks for small differences; got {precision!r}")
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
             raise UserError(f"expected images as a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
         for what, labels in (("labels", y), ("targets", target), ("indices", index)):
             if labels is None and what != "labels":
                 continue
             if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != (len(x),):
-                got = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else repr(labels)
+                got = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else shown(labels)
                 raise UserError(f"expected {len(x)} {what} as a tensor of integers, got {got[:80]}")
         if x.numel():
             check_range(x, threat)

@@ -28,9 +28,11 @@ from steelman.cli.listing import (
     print_list,
     print_table,
 )
-from steelman.errors import TrainingInterruptedError, UserError
+from steelman.errors import TrainingInterruptedError, UserError, shown
 
 TRACEBACK = "STEELMAN_TRACEBACK"  # with this variable set, every error shows its traceback
+
+NO_MEMORY = "there is not enough memory; try a smaller batch size, a smaller model or fewer workers"
 
 app = typer.Typer(
     name="steelman",
@@ -159,6 +161,9 @@ def evaluate(
     more_outputs: Annotated[
         bool, typer.Option("--more-outputs", help="Take a model with more outputs than the data have classes.")
     ] = False,
+    tiny_eps: Annotated[
+        bool, typer.Option("--tiny-eps", help="Take a radius under half a grey level, which no 8-bit image can use.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read the images of a folder.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the evidence and report.html.")] = None,
     allow_import: AllowImport = None,
@@ -190,6 +195,7 @@ def evaluate(
         seed=seed,
         precision=precision,
         more_outputs=more_outputs,
+        tiny_eps=tiny_eps,
         workers=workers,
         out=out,
         allow_import=allow_import or (),
@@ -340,21 +346,24 @@ def main() -> None:
     except TrainingInterruptedError as error:
         errors.print(Text(f"\n{error}"))
         sys.exit(128 + error.number)
-    except BrokenPipeError:  # who reads the output has gone, as `| head` does; nobody is left to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except SystemExit as error:
+        if error.code == 130:  # Typer makes this of Ctrl-C, and says nothing
+            fail("interrupted", 130)
+        raise
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" ({shown(error.filename)[1:-1]})" if error.filename else ""
         fail(f"{error.strerror or error}{where}", 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
     except MemoryError:
-        fail("there is not enough memory; try a smaller batch size, a smaller model or fewer workers", 3)
+        fail(NO_MEMORY, 3)
     except RecursionError:
         fail(f"the input is nested too deeply, or this is a mistake in steelman. {_how_to_report()}", 3)
     except Exception as error:
         said = next(iter(str(error).splitlines()), "")
         kind = type(error).__name__
+        if isinstance(error, RuntimeError) and any(word in said for word in ("out of memory", "can't allocate memory")):
+            fail(NO_MEMORY, 3)  # torch raises no MemoryError
         fail(f"this is a mistake in steelman: {kind}{f': {said[:500]}' if said else ''}. {_how_to_report()}", 3)
 
 

@@ -1,4 +1,4 @@
-"""The commands that read evidence: verify, compare and gate. None of them attacks anything."""
+"""The commands that read evidence: verify, compare and gate. They attack nothing, except in an audit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from steelman.data import Dataset
     from steelman.evidence.compare import Comparison
+    from steelman.evidence.verify import Checked
 
 app = typer.Typer()
 
@@ -52,21 +53,35 @@ def verify(
     option: Annotated[
         list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
     ] = None,
+    seal: Annotated[
+        str | None, typer.Option(help="The published seal, or at least its first 12 digits. Another seal is rejected.")
+    ] = None,
+    reattack: Annotated[
+        int | None, typer.Option(help="Audit: attack so many of the samples that are claimed to be robust.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="Audit: the suite; by default standard.")] = None,
+    salt: Annotated[
+        str | None, typer.Option(help="Audit: a text that decides the draw with the seal; by default random.")
+    ] = None,
 ) -> None:
     """Check the evidence of a verdict. Given the model and the data, the model classifies every image again.
 
-    Nothing is attacked. The exit code is 0 for accepted, 1 for rejected, and 2 for a mistake in the command.
+    Nothing is attacked, except with --reattack. The exit code is 0 for accepted, 1 for rejected, and 2 for a mistake in
+    the command.
 
-    Example: steelman verify runs/mine/evaluations/linf-0.3 --model runs/mine
+    Example: steelman verify runs/mine/evaluations/linf-0.3 --model runs/mine --reattack 100
     """
     import torch
 
     from steelman.cli.subjects import subject
     from steelman.evidence.bundle import DamagedError, bundle_at
     from steelman.evidence.verify import verify as check
+    from steelman.progress import showing
 
     if model is None and (weights or layout or option or head != "linear"):
         raise UserError("--weights, --layout, --head and --option: expected --model with them")
+    if reattack is None and (suite is not None or salt is not None):
+        raise UserError("--suite and --salt: expected --reattack with them")
     place, missing = bundle_at(bundle), ""
     net: nn.Module | None = None
     dataset: Dataset | None = None
@@ -78,20 +93,37 @@ def verify(
         asked = subject(model, data=data, root=root, weights=weights, layout=layout, head=head, options=option or [])
         net, dataset = asked.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reattack is not None and (net is None or dataset is None):
+        raise UserError(f"--reattack: expected the model and the data with it{f': {missing}' if missing else ''}")
     try:
-        found = check(
-            place,
-            model=net.to(device) if net is not None else None,
-            source=dataset.test if dataset is not None else None,
-            device=device,
-        )
+        with showing(console):
+            found = check(
+                bundle,
+                model=net.to(device) if net is not None else None,
+                source=dataset.test if dataset is not None else None,
+                device=device,
+                seal=seal,
+                reattack=reattack,
+                suite=suite or "standard",
+                salt=salt,
+            )
     except DamagedError as error:
         raise _refuse("rejected", str(error)) from None
+    _print_checked(found, place, missing, published=seal is not None)
+
+
+def _print_checked(found: Checked, place: Path, missing: str, *, published: bool) -> None:
+    """Print what was checked, and what was not. `missing` is the reason why there is no model."""
     done = [
         f"the evidence has not changed since it was sealed, and its counts of {found.samples} samples are right",
         f"each of the {found.broken} broken samples has an adversarial image, inside the range of pixels",
     ]
-    left = [f"no other attack breaks one of the {found.robust} robust samples: only another attack can show that"]
+    if published:
+        done.append("the seal is the published one")
+    left = []
+    if found.audit is None:
+        left.append(f"no other attack breaks one of the {found.robust} robust samples: only an audit can show that")
+        left.append("the pilot measured its signs and the curve as it is written: only an audit can show that")
     (done if found.data else left).append(
         "the data are those of the evaluation, and each adversarial image is within the radius"
         + ("" if found.data else f": {missing or 'give --data'}")
@@ -100,10 +132,21 @@ def verify(
         "the weights are those of the evaluation, and the model answers each image as recorded"
         + ("" if found.model else f": {missing or 'give --model'}")
     )
+    if found.page:
+        left.append(f"report.html: {found.page}")
     _say(f"accepted: {place}, seal {found.seal}")
     for word, what in (("checked", done), ("not checked", left)):
         for one in what:
             _say(f"  {word}: {one}")
+    for note in (found.stranger, found.version):
+        if note:
+            _say(f"  note: {note}")
+    if found.unmeasured:
+        _say(f"  note: these signs were not measured: {', '.join(sorted(found.unmeasured))}")
+    if found.unknown:
+        _say(f"  note: these files are no part of the evidence: {', '.join(found.unknown)}")
+    if found.audit is not None:
+        _say(f"  audit: {found.audit.text}")
     if found.rounded is not None:
         _say(f"  {found.rounded} of the {found.broken} samples stay broken when their images are rounded to 8 bits")
 
@@ -243,8 +286,12 @@ def gate(
     ],
     min_clean: Annotated[float, typer.Option(help="The same for clean accuracy.")] = 0.0,
     allow_suspect: Annotated[
-        bool, typer.Option("--allow-suspect", help="Also pass a suspect verdict, or one without a suite.")
+        bool,
+        typer.Option("--allow-suspect", help="Also pass a suspect verdict, or one without a suite of steelman's."),
     ] = False,
+    seal: Annotated[
+        str | None, typer.Option(help="The published seal, or at least its first 12 digits. Another seal fails.")
+    ] = None,
 ) -> None:
     """Pass or fail a verdict, for a CI job: it must be high enough, complete and sound.
 
@@ -254,12 +301,16 @@ def gate(
     """
     from steelman.evaluation.result import interval
     from steelman.evidence.bundle import read_bundle
+    from steelman.evidence.verify import SealError
     from steelman.evidence.verify import verify as check
 
     for name, least in (("--min-robust", min_robust), ("--min-clean", min_clean)):
         if not 0 <= least <= 1:
             raise UserError(f"{name}: expected a share of the samples, 0 .. 1, got {least:g}")
-    check(bundle)
+    try:
+        found = check(bundle, seal=seal)
+    except SealError as error:
+        raise _refuse("failed", str(error)) from None
     record = read_bundle(bundle).record
     verdict = record["verdict"]
     reasons = []
@@ -275,6 +326,8 @@ def gate(
         reasons.append(f"the verdict is {verdict['trust']} ({'; '.join(verdict['reasons'])})")
     if record["suite"]["protocol"] and not allow_suspect:
         reasons.append("only given attacks were run, and nothing checked for gradient masking: evaluate with a suite")
+    elif found.stranger and not allow_suspect:
+        reasons.append(f"{found.stranger}, so nobody knows what it tries: evaluate with a suite of steelman's")
     if not verdict["complete"]:
         reasons.append("the evaluation is not complete")
     if reasons:

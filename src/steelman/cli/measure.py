@@ -34,6 +34,7 @@ from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
 from steelman.evaluation.transfer import Transfer, transfer
 from steelman.evidence.bundle import finished, read_bundle, weights_digest
+from steelman.evidence.ledger import tidy
 from steelman.evidence.verify import verify
 from steelman.files import sweep
 from steelman.progress import showing
@@ -60,6 +61,7 @@ def measure(
     seed: int,
     precision: str = "auto",
     more_outputs: bool = False,
+    tiny_eps: bool = False,
     workers: int,
     out: Path | None,
     allow_import: Collection[str] = (),
@@ -80,8 +82,10 @@ def measure(
         allow_import=allow_import,
     )
     threat = threat_from(asked.described.get("threat"), norm, eps)
-    check_radius(threat)
-    chosen = suite_of(given or suite or "standard", threat, precision=precision, more_outputs=more_outputs)
+    check_radius(threat, tiny_eps=tiny_eps)
+    chosen = suite_of(
+        given or suite or "standard", threat, precision=precision, more_outputs=more_outputs, tiny_eps=tiny_eps
+    )
     model, dataset = asked.load()
     source = first(dataset.test, samples)
     source.workers = workers
@@ -103,6 +107,7 @@ def measure(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if done:
+            tidy(place)
             verify(place)
             found = Evaluation.load(place)
         else:

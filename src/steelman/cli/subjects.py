@@ -12,7 +12,7 @@ from torch import nn
 
 from steelman import data as datasets
 from steelman.attacks import ATTACKS, Attack
-from steelman.errors import UserError, unknown
+from steelman.errors import UserError, shown, unknown
 from steelman.imports import imported
 from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_described, load_state, load_weights
@@ -65,11 +65,11 @@ def subject(
     `allow_import` are the modules that the folder of a run may name. `target` itself was typed: it may be an import
     path.
     """
-    folder = Path(target)
-    model, described = load_model(folder, allow_import) if folder.is_dir() else (None, {})
+    folder, is_run = Path(target), is_folder(target)
+    model, described = load_model(folder, allow_import) if is_run else (None, {})
     if described and (weights or layout or options or head != "linear"):
         raise UserError("--weights, --layout, --head and --option are for a model given by name; a run has its own")
-    if not folder.is_dir() and ("/" in target or (":" not in target and folder.suffix)):
+    if not is_run and ("/" in target or (":" not in target and folder.suffix)):
         raise UserError(f"no run at {target}; expected a run's folder, a model's name or package.module:factory")
     own = described.get("data", {"name": None, "options": {}})
     name, where = name_and_options(data) if data else (own["name"], {})
@@ -84,7 +84,7 @@ def subject(
 
 def random_weights(target: str, options: Sequence[str], weights: Path | None, *, allowed: bool) -> bool:
     """Whether the command's model comes from a factory that draws its weights. This is refused unless `allowed`."""
-    factory = ":" in target and "/" not in target and not Path(target).is_dir()
+    factory = ":" in target and "/" not in target and not is_folder(target)
     if allowed and (weights is not None or not factory):
         other = "--weights names trained ones" if weights is not None else f"{target} is not one"
         raise UserError(f"--random-weights: expected package.module:factory without --weights; {other}")
@@ -160,24 +160,32 @@ def _named(
     return model
 
 
+def is_folder(text: str) -> bool:
+    """Whether a text of the command line names a folder. A text that can be no file's name is none."""
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL character
+        return False
+
+
 def models_named(texts: Sequence[str]) -> dict[str, str]:
     """Read texts such as ``runs/mine`` or ``mine=package.module:factory``: the model's place, by name."""
     places: dict[str, str] = {}
     for text in texts:
         name, equals, place = text.partition("=")
-        if not equals or Path(text).is_dir():
-            name, place = (Path(text).resolve().name if Path(text).is_dir() else text), text
+        if not equals or is_folder(text):
+            name, place = (Path(text).resolve().name if is_folder(text) else text), text
         if not name or not place:
-            raise UserError(f"expected a model as NAME=MODEL, got {text!r}")
+            raise UserError(f"expected a model as NAME=MODEL, got {shown(text)}")
         if name in places:
-            raise UserError(f"two models have the name {name!r}; rename one, as in NAME={place}")
+            raise UserError(f"two models have the name {shown(name)}; rename one, as in NAME={shown(place)[1:-1]}")
         places[name] = place
     return places
 
 
 def model_at(place: str, allow_import: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
     """A run's model and its description, or an imported model and an empty description."""
-    if Path(place).is_dir():
+    if is_folder(place):
         return load_model(Path(place), allow_import)
     if ":" not in place or "/" in place:
         raise UserError(f"no run at {place}; expected a run's folder or package.module:factory")

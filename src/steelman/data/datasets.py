@@ -18,7 +18,7 @@ from steelman.data.formats import PARTS
 from steelman.data.published import FETCHABLE, Fetchable
 from steelman.data.source import MOST_CLASSES, UNNAMED, ArraySource, Source, name_of, split
 from steelman.data.store import read, stored
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.settings import make
 
 MOST_UNPACKED, MOST_RATIO = 1 << 30, 100  # above both, an .npz file is refused
@@ -166,7 +166,7 @@ def _array(base: Path, name: str) -> NDArray[Any]:
     except KeyError:
         raise UserError(f"{path}: expected the arrays {', '.join(PARTS)}; there is no {name}") from None
     except Exception as error:  # a damaged file, or one of another format, raises many kinds of error
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        raise UserError(f"{path}: cannot be read ({shown(str(error))[1:-1]})") from None
     if not isinstance(content, np.ndarray):
         raise UserError(f"{path}: expected one array, got {type(content).__name__}")
     return content

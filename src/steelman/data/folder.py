@@ -12,13 +12,14 @@ from PIL import Image
 from torch import Tensor
 
 from steelman.data.source import UNNAMED
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.rng import Key
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ATTEMPTS = 10
+LONGEST = 50
 
 
 class FolderSource:
@@ -70,6 +71,8 @@ class FolderSource:
                 if wide or file.mode.startswith(("I", "F")):
                     kind = "16 bits" if wide else f"an image of mode {file.mode}"
                     raise UserError(f"{path}: expected 8 bits a channel, got {kind}")
+                if max(file.size) > LONGEST * max(min(file.size), 1):  # its shorter side is enlarged to `resize`
+                    raise UserError(f"{path}: expected at most {LONGEST} times as long as wide, got {file.size}")
                 # Without this, the colours that transparent pixels happen to hold would become visible.
                 if file.has_transparency_data and file.convert("RGBA").getchannel("A").getextrema() != (255, 255):
                     raise UserError(f"{path}: expected an image without transparent pixels; save it on a background")
@@ -77,7 +80,7 @@ class FolderSource:
         except UserError:
             raise
         except Exception as error:  # a broken image raises many kinds of error
-            raise UserError(f"{path}: cannot read the image ({error})") from None
+            raise UserError(f"{path}: cannot read the image ({shown(str(error))[1:-1]})") from None
         return self._centre(picture) if noise is None else self._random(picture, noise)
 
     def _centre(self, picture: Image.Image) -> Image.Image:

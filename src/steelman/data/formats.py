@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from steelman.bounded import read_json
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 
 Bytes = NDArray[np.uint8]
 Arrays = dict[str, Bytes]
@@ -54,7 +54,7 @@ def _read_file(folder: Path, name: str) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{folder}: found neither {name} nor {name}.gz") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        raise UserError(f"{path}: cannot be read ({shown(str(error))[1:-1]})") from None
     if len(content) > MEMBER_LIMIT:
         raise UserError(f"{path}: expected at most {MEMBER_LIMIT} bytes, got more")
     return content
@@ -83,7 +83,7 @@ def read_tar(path: Path, files: Sequence[str]) -> dict[str, bytes]:
                 assert content is not None  # a regular file has contents
                 found[name] = content.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise UserError(f"{path}: damaged archive ({error})") from None
+        raise UserError(f"{path}: damaged archive ({shown(str(error))[1:-1]})") from None
     if missing := [name for name in files if name not in found]:
         raise UserError(f"{path}: not in the archive: {', '.join(missing)}")
     return {name: found[name] for name in files}  # the archive may have another order

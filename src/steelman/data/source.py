@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from steelman.arguments import check_plain
 from steelman.errors import UserError
 from steelman.rng import Key
 
@@ -79,11 +80,7 @@ class ArraySource:
 
 def _tensor(values: Tensor | NDArray[Any], what: str) -> Tensor:
     if isinstance(values, Tensor):
-        if values.layout != torch.strided or values.is_meta or values.is_quantized or values.is_complex():
-            kind = (
-                "meta" if values.is_meta else "quantised" if values.is_quantized else f"{values.layout} {values.dtype}"
-            )
-            raise UserError(f"expected {what} as a plain tensor of numbers, got a {kind} one")
+        check_plain(what, values)
         return values.detach()
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf" or values.itemsize > 8:
         got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__

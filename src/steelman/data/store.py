@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import platformdirs
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from steelman.bounded import read_json
 from steelman.data.download import storage
 from steelman.data.formats import PARTS, Arrays, digest
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.files import write_atomic
 
 VARIABLE = "STEELMAN_DATA"
@@ -47,9 +48,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     try:
         with safe_open(path, framework="pt") as file:
             meta = read_json((file.metadata() or {})["steelman"], what=str(path))
-            return {name: file.get_tensor(name) for name in PARTS}, meta
+            found = {name: file.get_tensor(name) for name in PARTS}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); run: steelman data get {path.stem}") from None
+        raise UserError(
+            f"{path} cannot be read ({shown(str(error))[1:-1]}); run: steelman data get {path.stem}"
+        ) from None
+    for name, value in found.items():
+        if value.dtype != torch.uint8:
+            raise UserError(f"{path}: expected {name} in 8 bits, got {value.dtype}; run: steelman data get {path.stem}")
+    return found, meta
 
 
 def intact(path: Path, digests: Mapping[str, str]) -> bool:

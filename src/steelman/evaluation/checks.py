@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from steelman.arguments import model_of
 from steelman.attacks.base import check_range, logits_of, untouched
 from steelman.data.source import ArraySource, Source
 from steelman.errors import UserError
 from steelman.losses import magnitude, spread
 from steelman.threat import ThreatModel
 
-TRIED = 4  # images on which `check_manners` tries a model
-REPEATS = 6  # forwards on the same images: rare noise could be missed in fewer forwards
-CROWD = 64  # images in the largest batch of `check_manners`
+TRIED = 4  # images on which a model is tried
+LEAST_LEVELS = 0.5  # grey levels of the smallest radius that needs no word
 # Logits are coarse if their spread is below this number of roundings: then chance decides which one is the largest.
 COARSE = 256
 
@@ -38,23 +38,44 @@ def predictions(model: nn.Module, x: Tensor, what: str) -> Tensor:
     return logits.argmax(dim=1)
 
 
+def threat_of(threat: object) -> ThreatModel:
+    """The threat model. Anything else is refused."""
+    if not isinstance(threat, ThreatModel):
+        raise UserError(f"threat: expected a steelman.ThreatModel, got {type(threat).__name__}")
+    return threat
+
+
 def check_model(model: object) -> None:
     """Refuse an object that is not a PyTorch model."""
     if not isinstance(model, nn.Module):
         raise ContractError("model", f"expected a torch.nn.Module that gives logits, got {type(model).__name__}")
+    model_of("model", model)
 
 
-def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None) -> None:
-    """Refuse a radius that is not above 0, and a radius that no image of `shape` can reach."""
+def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None, *, tiny_eps: bool = False) -> None:
+    """Refuse a radius that is not above 0, and a radius that no image of `shape` can reach.
+
+    A radius under half a grey level is refused without `tiny_eps`. No 8-bit image changes by so little, so every model
+    would be robust.
+    """
     if not threat.eps > 0:
         raise ContractError("eps", f"eps: expected a radius above 0, got {threat.eps}")
+    level = (threat.high - threat.low) / 255
+    if threat.eps < LEAST_LEVELS * level and not tiny_eps:
+        size = f"{threat.eps / level:.2g} of 255 grey levels in a range of {threat.low:g} .. {threat.high:g}"
+        meant = f"; did you mean {255 * threat.eps:g}" if threat.high - threat.low == 255 else ""
+        raise ContractError(
+            "eps",
+            f"eps: expected a radius of at least half a grey level, got {threat.eps:g}, which is {size}{meant}. If so "
+            "small a radius is meant, say so: Suite(tiny_eps=True), or --tiny-eps",
+        )
     if shape is not None and (problem := threat.too_wide(shape)):
         raise ContractError("eps", f"eps: {problem}")
 
 
 def source_of(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Source:
     """The source `x` itself, or a new source of the images `x` and the labels `y`."""
-    if isinstance(x, Source):
+    if not isinstance(x, Tensor) and isinstance(x, Source):
         if y is not None:
             raise UserError("expected y None with a source, which has its own labels")
         return x
@@ -66,25 +87,20 @@ def source_of(x: Tensor | Source, y: Tensor | None, threat: ThreatModel) -> Sour
     return ArraySource(x, y, bounds=(threat.low, threat.high))
 
 
-def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device: torch.device) -> int:
+def check_contract(
+    model: nn.Module, source: Source, threat: ThreatModel, device: torch.device, *, tiny_eps: bool = False
+) -> int:
     """Refuse a model or data that cannot be evaluated. Returns the model's number of classes."""
     check_model(model)
-    check_radius(threat, source.shape)
+    check_radius(threat, source.shape, tiny_eps=tiny_eps)
     if len(source) == 0:
         raise ContractError("empty", "expected at least one image, got none")
-    halves = {str(p.dtype) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-    if halves:
-        raise ContractError(
-            "precision",
-            f"the model's weights are {', '.join(sorted(halves))}, and answers are judged in full precision; call "
-            "model.float()",
-        )
-    x = _first(model, source, device)
+    x = first_images(model, source, device)
     try:
         check_range(x, threat)
     except UserError as error:
         raise ContractError("range", str(error)) from None
-    logits = _answer(model, x)
+    logits = first_answer(model, x)
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(x):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ContractError("shape", f"expected logits of shape ({len(x)}, classes) for {len(x)} images, got {shape}")
@@ -102,58 +118,6 @@ def check_contract(model: nn.Module, source: Source, threat: ThreatModel, device
             f"(the model has {classes} classes)",
         )
     return classes
-
-
-def check_manners(
-    model: nn.Module, source: Source, device: torch.device, *, random: bool = False, most: int = CROWD
-) -> bool:
-    """Refuse a model whose answer depends on more than the image. Returns whether the model is random.
-
-    These models are refused:
-    - a model whose logits differ by less than their rounding;
-    - a random model, unless `random` allows it (then the checks below are skipped);
-    - a model whose answer to an image depends on the other images of the batch;
-    - a model whose answer changes when a gradient is asked for;
-    - a model in train mode, if it answers differently there.
-
-    No batch is larger than `most`, or than 12 images if `most` is smaller.
-    """
-    x = _first(model, source, device)
-    logits = _answer(model, x)
-    check_finite(logits, "clean")
-    if bool(coarse(logits).double().mean() > 0.5):
-        raise ContractError(
-            "coarse",
-            f"the model's logits are as large as {float(logits.abs().max()):.3g} and differ by "
-            f"{float((logits.amax(dim=1) - logits.amin(dim=1)).median()):.3g}, which is lost in {logits.dtype}'s "
-            "roundings; take what they have in common away, or use float64",
-        )
-    apart = _moved(model, x)
-    if apart:
-        if random:
-            return True
-        raise ContractError(
-            "random",
-            f"the model is random: the same images gave logits {apart:.3g} apart. Make it deterministic in eval mode, "
-            "or attack its mean answer with eot (steelman evaluate --attack eot)",
-        )
-    _check_batch(model, x, logits, min(most, CROWD))
-    with torch.enable_grad():
-        watched = _answer(model, x.clone().requires_grad_(True), gradient=True).detach()
-    if bool(_differ(watched, logits).any()):
-        raise ContractError(
-            "gradient mode",
-            "the model answers otherwise when a gradient is asked for: attacks would climb another model than the "
-            "one that is judged",
-        )
-    if model.training:
-        with untouched(model, "train"), torch.no_grad():
-            trained = logits_of(model, torch.cat((x, _others(x))))[: len(x)]
-        if not torch.allclose(trained, logits, rtol=1e-4, atol=1e-5):
-            raise ContractError(
-                "train mode", "the model is in train mode, where it answers otherwise; call model.eval()"
-            )
-    return False
 
 
 def as_model(model: nn.Module, x: Tensor, device: torch.device) -> Tensor:
@@ -180,59 +144,11 @@ def check_finite(logits: Tensor, what: str) -> None:
         )
 
 
-def _moved(model: nn.Module, x: Tensor) -> float:
-    """The largest difference between the model's answers to the same images.
-
-    All answers come from one ``untouched`` block. Every such block starts with the same random numbers, so separate
-    blocks would hide the noise.
-    """
-    with untouched(model), torch.no_grad():
-        answers = [logits_of(model, x).double() for _ in range(REPEATS)]
-    return max(float((one - answers[0]).abs().max()) for one in answers)
-
-
-def _check_batch(model: nn.Module, x: Tensor, logits: Tensor, most: int) -> None:
-    """Refuse a model whose answer to an image changes when the image is alone, or last in a large batch."""
-    others = _others(x)
-    crowd = torch.cat((others.repeat(max((most - len(x)) // len(others), 1), 1, 1, 1), x.flip(0)))
-    try:
-        with untouched(model), torch.no_grad():
-            alone = torch.cat([logits_of(model, image[None]) for image in x])
-            last = logits_of(model, crowd)[-len(x) :].flip(0)
-    except (RuntimeError, ValueError, LookupError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ContractError(
-            "batch", f"the model takes images in a batch of {len(x)}, but not in one of another size: {reason}"
-        ) from None
-    apart = _differ(alone, logits) | _differ(last, logits)
-    if bool(apart.any()):
-        size = float(torch.maximum((alone - logits).abs(), (last - logits).abs()).max())
-        raise ContractError(
-            "batch",
-            f"the model's answer to an image depends on the others in its batch: among others, logits moved by up to "
-            f"{size:.3g}. Batch norm without running statistics does this",
-        )
-
-
-def _others(x: Tensor) -> Tensor:
-    """Other images in the same range: the negatives and the mirror images of `x`."""
-    return torch.cat((x.amin() + x.amax() - x, x.flip(-1)))
-
-
-def _differ(a: Tensor, b: Tensor) -> Tensor:
-    """Which samples' logits differ by more than rounding.
-
-    Another batch size changes the order of sums, and so the rounding. The influence of other images is much larger.
-    """
-    rounding = 64 * torch.finfo(b.dtype).eps * torch.maximum(b.abs(), magnitude(b)[:, None])
-    return ~((a - b).abs() <= 1e-3 * spread(b)[:, None] + rounding).all(dim=1)
-
-
-def _first(model: nn.Module, source: Source, device: torch.device) -> Tensor:
+def first_images(model: nn.Module, source: Source, device: torch.device) -> Tensor:
     return as_model(model, source.images(torch.arange(min(TRIED, len(source)))), device)
 
 
-def _answer(model: nn.Module, x: Tensor, *, gradient: bool = False) -> Tensor:
+def first_answer(model: nn.Module, x: Tensor, *, gradient: bool = False) -> Tensor:
     try:
         with untouched(model), torch.set_grad_enabled(gradient):
             answer: Tensor = model(x)
@@ -240,6 +156,12 @@ def _answer(model: nn.Module, x: Tensor, *, gradient: bool = False) -> Tensor:
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if halves := {str(p.dtype) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}:
+            raise ContractError(
+                "precision",
+                f"the model's weights are {', '.join(sorted(halves))}, and it cannot take images in {x.dtype}; call "
+                "model.float(), or convert the images inside the model",
+            ) from None
         if len(x) == 1 and isinstance(error, ValueError):  # batch norm in train mode says this of a single image
             raise ContractError("batch", f"the model cannot take an image alone: {reason}") from None
         raise ContractError("shape", f"the model cannot take images of shape {tuple(x.shape[1:])}: {reason}") from None

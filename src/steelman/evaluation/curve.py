@@ -14,27 +14,25 @@ from steelman.evaluation.masking import flag
 from steelman.evaluation.result import CurvePoint, Flag
 from steelman.evaluation.runner import Runner
 from steelman.evaluation.stages import Suite
+from steelman.threat import ThreatModel
 
 CURVE_RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 CURVE_ATTACK = PGD(steps=20)
 CURVE_SAMPLES = 500
 
 
-def ratios(run: Runner) -> tuple[float, ...]:
+def ratios(threat: ThreatModel, shape: tuple[int, ...], *, protocol: bool) -> tuple[float, ...]:
     """The radii of the curve, as multiples of eps.
 
     In a cascade, any image can become any other at the last radius. There, a working attack breaks every sample.
     """
-    if run.suite.protocol:
-        return CURVE_RATIOS
-    return *CURVE_RATIOS, max(run.threat.widest(run.source.shape) / run.threat.eps, 4.0)
+    return CURVE_RATIOS if protocol else (*CURVE_RATIOS, max(threat.widest(shape) / threat.eps, 4.0))
 
 
-def measured_with(suite: Suite) -> str:
+def measured_with(precision: Precision, *, protocol: bool) -> str:
     """The name of the curve's attack, as a report shows it."""
-    name, precision = f"PGD-{CURVE_ATTACK.steps}", searched_in(suite)
-    name = name if precision == "full" else f"{name} in {precision}"
-    return name if suite.protocol else f"{name} (at eps itself, all of the pilot's attacks)"
+    name = f"PGD-{CURVE_ATTACK.steps}" + ("" if precision == "full" else f" in {precision}")
+    return name if protocol else f"{name} (at eps itself, all of the pilot's attacks)"
 
 
 def searched_in(suite: Suite) -> Precision:
@@ -71,7 +69,7 @@ def correct_at(
     broken, robust = (none if known is None else known for known in (broken, robust))
     right = run.ledger.right[rows].to(x.device)
     left = [int(right.sum())]
-    for ratio in ratios(run):
+    for ratio in ratios(run.threat, run.source.shape, protocol=run.suite.protocol):
         wider = run.threat.at(run.threat.eps * ratio)
         right = right & ~broken if ratio >= 1 else right
         tried = (right if ratio > 1 else right & ~robust).nonzero()[:, 0]
@@ -89,16 +87,21 @@ def correct_at(
 
 def accuracy_curve(run: Runner, correct: Tensor, total: int) -> tuple[CurvePoint, ...]:
     """The points of the curve: `correct` counts the samples that are right without an attack, then at each radius."""
-    radii = [run.threat.eps * ratio for ratio in (0.0, *ratios(run))]
+    radii = radii_of(run.threat, run.source.shape, protocol=run.suite.protocol)
     return tuple(CurvePoint(eps=eps, correct=n, total=total) for eps, n in zip(radii, correct.tolist(), strict=True))
 
 
-def levels_off(points: tuple[CurvePoint, ...], suite: Suite) -> list[Flag]:
+def radii_of(threat: ThreatModel, shape: tuple[int, ...], *, protocol: bool) -> list[float]:
+    """The radii of the curve. The first is 0."""
+    return [threat.eps * ratio for ratio in (0.0, *ratios(threat, shape, protocol=protocol))]
+
+
+def levels_off(points: tuple[CurvePoint, ...]) -> list[Flag]:
     """The flag for samples that stay robust at the last radius, where any image can become any other.
 
-    A protocol has no such flag, and neither has a curve without a sample that is right.
+    A curve without a sample that is right has no such flag, and neither has a protocol.
     """
-    if suite.protocol or not points or not points[0].correct:
+    if not points or not points[0].correct:
         return []
     left = points[-1].correct / points[0].correct
     return [

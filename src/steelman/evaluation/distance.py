@@ -18,12 +18,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from steelman.arguments import text_of
 from steelman.attacks import ATTACKS, Attack
 from steelman.attacks.engine import Search
 from steelman.data.source import Source, batches, name_of, stream
 from steelman.errors import UserError
-from steelman.evaluation.checks import as_model, check_contract, check_manners, check_model, predictions, source_of
+from steelman.evaluation.checks import as_model, check_contract, check_model, predictions, source_of, threat_of
 from steelman.evaluation.evaluate import versions
+from steelman.evaluation.manners import check_manners
 from steelman.evaluation.result import interval
 from steelman.evaluation.stages import describe, whole
 from steelman.evidence.bundle import device_of
@@ -182,11 +184,12 @@ def distance(
             f"attack: expected one that looks for the nearest point, got {type(attack).__name__}; "
             f"choices: {', '.join(able())}"
         )
+    threat_of(threat)
     if threat.norm not in attack.norms:
         raise UserError(
             f"attack: {type(attack).__name__} knows the norms {', '.join(attack.norms)}, and the norm is {threat.norm}"
         )
-    seed, batch_size = whole("seed", seed), whole("batch_size", batch_size, 1)
+    seed, batch_size, name = whole("seed", seed), whole("batch_size", batch_size, 1), text_of("name", name)
     check_model(model)
     source, device = source_of(x, y, threat), device_of(model)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), full_precision():

@@ -16,21 +16,24 @@ import torch
 from torch import Tensor, nn
 
 import steelman
+from steelman.arguments import number_of, path_of, text_of
 from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
 from steelman.data.source import Source, knows_classes, name_of
 from steelman.errors import UserError
 from steelman.evaluation.bfloat16 import settled
-from steelman.evaluation.checks import ContractError, check_contract, check_manners, check_model, source_of
-from steelman.evaluation.curve import measured_with
+from steelman.evaluation.checks import ContractError, check_contract, check_model, source_of, threat_of
+from steelman.evaluation.conclude import examples, kept_of, scores
+from steelman.evaluation.curve import measured_with, searched_in
 from steelman.evaluation.findings import Findings
+from steelman.evaluation.manners import Witness, check_manners
 from steelman.evaluation.pilot import look_ahead
 from steelman.evaluation.result import Evaluation
 from steelman.evaluation.runner import Runner
 from steelman.evaluation.selftest import self_test
-from steelman.evaluation.stages import Suite, describe, whole
+from steelman.evaluation.stages import Suite, described, whole
 from steelman.evaluation.suites import suite_of
-from steelman.evaluation.verdict import doubtful, examples, notes, scores, verdict_of
+from steelman.evaluation.verdict import doubtful, notes_of, verdict_of
 from steelman.evidence.bundle import device_of, weights_digest, write_bundle
 from steelman.evidence.ledger import Work
 from steelman.evidence.rebuild import confusion_of, margins_of, right_of
@@ -84,13 +87,12 @@ def evaluate(
     True
     """
     started = time.monotonic()
-    if not isinstance(threat, ThreatModel):
-        raise UserError(f"threat: expected a steelman.ThreatModel, got {type(threat).__name__}")
+    threat_of(threat)
     chosen = suite_of(suite, threat)
     seed, batch_size = whole("seed", seed), whole("batch_size", batch_size, 1)
-    if minutes is not None and not minutes > 0:
+    if minutes is not None and not number_of("minutes", minutes, "a time above 0") > 0:
         raise UserError(f"minutes: expected a time above 0, got {minutes}")
-    out = None if out is None else Path(out)
+    out, name = None if out is None else path_of("out", out), text_of("name", name)
     with contextlib.ExitStack() as stack:
         check_model(model)
         source, device = source_of(x, y, threat), device_of(model)
@@ -99,13 +101,14 @@ def evaluate(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(full_precision())
-        model, sentence = detected(model, source.images(torch.arange(min(2, len(source)))).to(device))
+        witness, bare = Witness(model), model  # before the first question
+        model, sentence = detected(bare, source.images(torch.arange(min(2, len(source)))).to(device))
         if sentence:
             say(sentence)
-        classes = check_contract(model, source, threat, device)
+        classes = check_contract(model, source, threat, device, tiny_eps=chosen.tiny_eps)
         if not chosen.more_outputs:
             check_outputs(source, classes)
-        random = check_manners(
+        manners = check_manners(
             model, source, device, random=all(isinstance(s.attack, EOT) for s in chosen.stages), most=batch_size
         )
         chosen = settled(chosen, model, source, threat, device, batch_size)
@@ -116,7 +119,7 @@ def evaluate(
             "data": name_of(source),
             "total": len(source),
             "threat": dataclasses.asdict(threat),
-            "suite": _described(chosen),
+            "suite": described(chosen),
             "seed": seed,
             "batch_size": batch_size,
             "versions": versions(),
@@ -134,6 +137,9 @@ def evaluate(
             batch_size=batch_size,
             work=work,
             tell=tell,
+            # A random model contradicts its copy by chance.
+            witness=None if manners.random else witness.dressed(bare, model),
+            grain=manners.grain,
         )
         run.clean()
         deadline = started + 60 * minutes if minutes else None
@@ -143,8 +149,8 @@ def evaluate(
         else:
             self_test(chosen, model, source, threat, classes, device)
             findings = look_ahead(run, deadline)
-            run.stages(findings, deadline, lambda: doubtful(run, findings))
-        columns = run.ledger.columns()
+            run.stages(findings, deadline, lambda: doubtful(kept_of(run, findings)))
+        kept, columns = kept_of(run, findings, names, random=manners.random), run.ledger.columns()
         found = Evaluation(
             model=name,
             data=settings["data"],
@@ -158,17 +164,17 @@ def evaluate(
             versions=settings["versions"],
             scores=scores(run),
             curve=findings.curve,
-            curve_attack=measured_with(chosen),
+            curve_attack=measured_with(searched_in(chosen), protocol=chosen.protocol),
             gallery=examples(run, chosen.gallery if source.shape[0] in (1, 3) else 0),
-            notes=tuple(notes(run, findings)),
-            verdict=verdict_of(run, findings, names, random=random),
+            notes=notes_of(kept),
+            verdict=verdict_of(kept),
             stages=tuple(run.records),
             right=right_of(columns, classes),
             confusion=confusion_of(columns, classes),
             margins=margins_of(columns),
         )
         if out is not None:
-            write_bundle(out, settings, run.ledger, found)
+            write_bundle(out, settings, run.ledger, found, kept)
             if run.complete:  # if not complete, the same call with more time continues from this folder
                 work.close()
     return found
@@ -190,15 +196,6 @@ def _check_surrogates(surrogates: Sequence[nn.Module], device: torch.device) -> 
         check_model(surrogate)
         if (place := device_of(surrogate)).type != device.type:
             raise UserError(f"surrogates: expected models on {device}, where the model is, got one on {place}")
-
-
-def _described(suite: Suite) -> dict[str, Any]:
-    """A suite as plain values, for the records."""
-    stages = [
-        {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "attack": describe(s.attack)}
-        for s in suite.stages
-    ]
-    return {"name": suite.name, "protocol": suite.protocol, "stages": stages}
 
 
 def versions() -> dict[str, str]:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from steelman.attacks import ATTACKS, Found
 from steelman.attacks.base import input_gradient, logits_of, untouched
+from steelman.attacks.shaped import SHAPES
 from steelman.errors import UserError
 from steelman.evaluation.checks import coarse
+from steelman.evaluation.manners import Witness, otherwise
 from steelman.evaluation.result import Flag, Trust
 from steelman.losses import adversarial_loss, margin, spread
 from steelman.rng import Key
@@ -101,6 +103,53 @@ SIGNS: dict[str, tuple[float, bool, Trust, str]] = {
         "points made for another model break {:.0%} of the samples tried that gradient attacks on this one do not: its "
         "gradients mislead",
     ),
+    "grey levels stronger": (
+        0.05,
+        True,
+        "suspect",
+        "points of whole grey levels, as a file holds them, break {:.0%} of the samples tried that other gradient "
+        "attacks do not: the model answers the points between them otherwise",
+    ),
+    "few pixels stronger": (
+        0.05,
+        True,
+        "suspect",
+        "gradient attacks that move few pixels break {:.0%} of the samples tried that attacks on all pixels do not: "
+        "the model answers otherwise where many pixels have moved",
+    ),
+    "small moves stronger": (
+        0.05,
+        True,
+        "suspect",
+        "gradient attacks within a smaller radius break {:.0%} of the samples tried that attacks within the whole "
+        "radius do not: the model answers otherwise where pixels have moved far",
+    ),
+    "patches stronger": (
+        0.05,
+        True,
+        "suspect",
+        "gradient attacks that move whole patches break {:.0%} of the samples tried that attacks on single pixels do "
+        "not: the model answers otherwise where neighbouring pixels differ",
+    ),
+    "company answers": (
+        0,
+        False,
+        "suspect",
+        "{:.0%} of the points tried get another answer in another batch: the answer depends on the other images there",
+    ),
+    "gradient answers": (
+        0,
+        False,
+        "suspect",
+        "{:.0%} of the points tried get another answer when a gradient is asked for: attacks climb another model than "
+        "the one that is judged",
+    ),
+    "remembered answers": (
+        0,
+        False,
+        "suspect",
+        "{:.0%} of the points tried get another answer from a fresh copy of the model: it remembers what it was asked",
+    ),
     "random answers": (
         0,
         False,
@@ -123,6 +172,22 @@ SIGNS: dict[str, tuple[float, bool, Trust, str]] = {
         "class leads there cannot be told",
     ),
 }
+
+
+# The sign of each shape of an attack: it broke samples that attacks without a shape did not.
+SHAPED = dict(
+    zip(
+        SHAPES,
+        ("grey levels stronger", "few pixels stronger", "small moves stronger", "patches stronger"),
+        strict=True,
+    )
+)
+
+
+# Without a gradient, these signs are not measured.
+UPHILL = frozenset({"loss does not rise", "one step stronger", "starts disagree", *SHAPED.values()})
+# These signs need other models, or a copy of the model.
+SOMETIMES = frozenset({"transfer stronger", "remembered answers"})
 
 
 def flags_of(parts: Sequence[dict[str, Tensor]]) -> list[Flag]:
@@ -149,6 +214,8 @@ def measure(
     index: Tensor,
     key: Key,
     surrogates: Sequence[nn.Module] = (),
+    witness: Witness | None = None,
+    grain: float = 0.0,
     batch_size: int = 256,
     keep: Callable[[Tensor, Found], None] | None = None,
 ) -> dict[str, Tensor]:
@@ -157,7 +224,8 @@ def measure(
     Most signs get one value for each sample or point. "undefined answers" and "coarse answers" get a count. The number
     of points behind the count is under the sign's name with ", of" added.
 
-    Arguments: `surrogates` are other models, whose adversarial points are tried on this model too. No batch is larger
+    Arguments: `surrogates` are other models, whose adversarial points are tried on this model too. `witness` is a copy
+    of the model from before the first question, and `grain` is the model's grain (see `Manners`). No batch is larger
     than `batch_size`. `keep` receives the samples of each attack, and what the attack found.
     """
     watched = Watched(model, Seen())
@@ -209,15 +277,27 @@ def measure(
                 none = torch.zeros_like(y)
                 keep(everyone, Found(x_adv=points, success=broken, forwards=none, backwards=none))
         seen["transfer stronger"] = carried & ~white
-    seen["random answers"] = _random(watched, x, reached, y, batch_size)
+    tried = [x, reached]
+    if slopes is not None:
+        for shape, sign in SHAPED.items():
+            # Samples that are broken already could not raise the flag, so they are left out.
+            rows = everyone[~white]
+            hit, points = attacked("shaped", who=rows, shape=shape, steps=STEPS)
+            seen[sign] = torch.zeros_like(white)
+            seen[sign][rows] = hit
+            tried.append(points)
+    seen["random answers"], edges = _random(watched, x, reached, y, batch_size)
+    seen |= _manners(watched, witness, torch.cat((*tried, *edges)), grain, batch_size)
     total, undefined, lost = watched.seen.totals()
     for name, count in (("undefined answers", undefined), ("coarse answers", lost)):
         seen[name], seen[f"{name}, of"] = torch.tensor([count]), torch.tensor([total])
     return seen
 
 
-def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size: int) -> Tensor:
-    """Which points get different logits when the model is asked twice.
+def _random(
+    model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size: int
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Which points get different logits when the model is asked twice, and the points on both sides of the boundary.
 
     The points are the images `x`, the points `reached`, and one point on each side of the boundary between them.
     """
@@ -231,7 +311,17 @@ def _random(model: nn.Module, x: Tensor, reached: Tensor, y: Tensor, batch_size:
         first, second = (
             torch.cat([logits_of(model, part) for part in torch.split(points, batch_size)]) for _ in range(2)
         )
-    return (first != second).any(dim=1)
+    return (first != second).any(dim=1), (right, wrong)
+
+
+def _manners(
+    model: nn.Module, witness: Witness | None, points: Tensor, grain: float, batch_size: int
+) -> dict[str, Tensor]:
+    """Which points get another answer in another batch, with a gradient, or from a fresh copy of the model."""
+    found = otherwise(model, points, grain, batch_size)
+    seen = {"company answers": found["company"], "gradient answers": found["gradient"]}
+    other = None if witness is None else witness.contradicts(points, _logits(model, points, batch_size), grain)
+    return seen if other is None else {**seen, "remembered answers": other}
 
 
 def flag(name: str, figure: float, limit: float, trust: Trust, text: str) -> Flag:

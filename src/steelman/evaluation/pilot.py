@@ -11,9 +11,9 @@ import time
 import torch
 from torch import Tensor
 
-from steelman.evaluation.curve import accuracy_curve, correct_at, curve_rows, levels_off, ratios
+from steelman.evaluation.curve import accuracy_curve, correct_at, curve_rows, ratios
 from steelman.evaluation.findings import Findings
-from steelman.evaluation.masking import SIGNS, Finds, flags_of, measure
+from steelman.evaluation.masking import SIGNS, Finds, measure
 from steelman.evaluation.runner import Runner
 from steelman.evidence.bundle import weights_digest
 
@@ -21,7 +21,7 @@ BATCH = 64  # the most samples in a batch of the pilot; each finished batch is s
 
 
 def look_ahead(run: Runner, deadline: float | None) -> Findings:
-    """The flags that need no stage, and the curve.
+    """The signs of masking, and the curve.
 
     Each finished batch is saved, so an interrupted pilot continues from there. The pilot ends when the time runs out.
     """
@@ -31,7 +31,7 @@ def look_ahead(run: Runner, deadline: float | None) -> Findings:
         return Findings()
     rows, done = curve_rows(run), 0
     seen, parts = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
-    correct = torch.zeros(len(ratios(run)) + 1, dtype=torch.int64)
+    correct = torch.zeros(len(ratios(run.threat, run.source.shape, protocol=run.suite.protocol)) + 1, dtype=torch.int64)
     looking = functools.partial(_measure, run, curve=curve)
     # Saved batches are named after the options that change them. Else a call with other options would read them.
     asked = [*([] if curve else ["plain"]), *(weights_digest(one)[:16] for one in run.suite.surrogates)]
@@ -46,7 +46,7 @@ def look_ahead(run: Runner, deadline: float | None) -> Findings:
         run.tell("pilot", done, len(rows))
     points = accuracy_curve(run, correct, done) if curve and (done or not len(rows)) else ()
     return Findings(
-        flags=(*flags_of(seen), *levels_off(points, run.suite)),
+        signs=tuple(seen),
         curve=points,
         parts=tuple(parts),
         cut=(done, len(rows)) if done < len(rows) else None,
@@ -66,6 +66,8 @@ def _measure(run: Runner, x: Tensor, y: Tensor, rows: Tensor, *, curve: bool) ->
             index=run.index(rows),
             key=run.key.fold("signs"),
             surrogates=run.suite.surrogates,
+            witness=run.witness,
+            grain=run.grain,
             batch_size=run.batch_size,
             keep=finds.keep,
         )

@@ -52,6 +52,17 @@ def radius(eps: float) -> str:
     return f"{round(eps * 510) / 2:g}/255" if in_255ths(eps) else f"{eps:.4g}"
 
 
+def grey_levels(norm: str, eps: float, low: float = 0.0, high: float = 1.0) -> str:
+    """A radius in grey levels of 8-bit images. Empty in l0, where a radius counts pixels.
+
+    >>> grey_levels("linf", 8 / 255), grey_levels("linf", 0.15, 0, 255)
+    ('8.0 of 255 grey levels', '0.15 of 255 grey levels')
+    """
+    levels = eps * 255 / (high - low)
+    digits = f"{levels:.1f}" if levels >= 1 else f"{levels:.2g}"
+    return "" if norm == "l0" else f"{digits} of 255 grey levels"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """How many of `total` samples are right: without an attack, under one attack, or under all attacks together.
@@ -121,10 +132,10 @@ class Flag:
 class Verdict:
     """How many samples no attack broke (`correct`), and how far this number can be trusted.
 
-    `clean` counts the samples that are right without an attack. `norm` and `eps` belong to the threat model. `complete`
-    is False if the time ran out before the end of the suite. `escalated` is True if a raised flag made the escalation
-    stages run on every robust sample. `protocol` is True if the suite is a protocol. Printed, a verdict has at most
-    three lines.
+    `clean` counts the samples that are right without an attack. `norm`, `eps`, `low` and `high` are the threat model.
+    `complete` is False if the time ran out before the end of the suite. `escalated` is True if a raised flag made the
+    escalation stages run on every robust sample. `protocol` is True if the suite is a protocol. Printed, a verdict has
+    at most three lines.
     """
 
     correct: int
@@ -139,6 +150,8 @@ class Verdict:
     complete: bool = True
     escalated: bool = False
     protocol: bool = False
+    low: float = 0.0
+    high: float = 1.0
 
     @property
     def robust_accuracy(self) -> float:
@@ -153,10 +166,16 @@ class Verdict:
         """The trust in one or two words. A protocol does not check whether its attacks work, so it gives a bound."""
         return "upper bound" if self.protocol and self.trust == "sound" else self.trust
 
+    @property
+    def ball(self) -> str:
+        """The norm, and the radius as a number and in grey levels."""
+        levels = grey_levels(self.norm, self.eps, self.low, self.high)
+        return f"{self.norm}, eps {self.eps:.3g}" + (f", {levels}" if levels else "")
+
     def __str__(self) -> str:
         robust, clean = (share_of(count, self.total) for count in (self.correct, self.clean))
         lines = [
-            f"robust {robust} of {self.total:,} ({self.norm}, eps {radius(self.eps)}), {self.word}",
+            f"robust {robust} of {self.total:,} ({self.ball}), {self.word}",
             f"clean {clean}, suite {self.suite}",
         ]
         return "\n".join([*lines, *(["; ".join(self.reasons)] if self.reasons else [])])
@@ -164,7 +183,12 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """What one stage of a suite did: how many samples it attacked and broke, and its passes."""
+    """What one stage of a suite did: how many samples it attacked and broke, and its passes.
+
+    Three counts are of points that were not counted: `outside` the threat model, with logits that are not finite, and
+    `refuted`. A refuted point is a success of the attack that full precision does not confirm. A copy of the model from
+    before the first question was asked about `witnessed` points, and gave another answer at `contradicted` of them.
+    """
 
     name: str
     settings: dict[str, Any]
@@ -173,6 +197,11 @@ class StageRecord:
     left: int
     forwards: int
     backwards: int
+    outside: int = 0
+    refuted: int = 0
+    nonfinite: int = 0
+    witnessed: int = 0
+    contradicted: int = 0
     seconds: float | None = None
 
 

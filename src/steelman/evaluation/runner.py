@@ -17,14 +17,27 @@ from steelman.data.source import Source, stream
 from steelman.errors import UserError
 from steelman.evaluation.checks import ContractError, as_model, check_finite
 from steelman.evaluation.findings import Findings
+from steelman.evaluation.manners import Witness
 from steelman.evaluation.result import StageRecord
 from steelman.evaluation.stages import Stage, Suite
-from steelman.evidence.ledger import ROBUST, WRONG, Ledger, Work, digests, nearness, pilot_size
-from steelman.losses import magnitude, margin
+from steelman.evidence.ledger import (
+    ROBUST,
+    WRONG,
+    Ledger,
+    Work,
+    digests,
+    drawn,
+    nearness,
+    pilot_size,
+    sentinel_size,
+    share_size,
+)
+from steelman.losses import magnitude, margin, spread
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
 JUDGED = 32  # points in one forward of `answers` on a CPU
+WITNESSED = 16  # points of each batch of a stage that the witness is asked about
 
 
 @dataclasses.dataclass
@@ -40,6 +53,8 @@ class Runner:
     batch_size: int
     work: Work
     tell: Callable[[str, int, int], None]  # tell(what, done, total) shows progress
+    witness: Witness | None = None  # a copy of the model from before the first question
+    grain: float = 0.0  # see `Manners`
 
     def __post_init__(self) -> None:
         dtype = as_model(self.model, torch.zeros(1), torch.device("cpu")).dtype
@@ -47,10 +62,6 @@ class Runner:
         self.records: list[StageRecord] = []
         # Described before they run: an attack from outside may change its own attributes while it runs.
         self.described = [stage.described() for stage in self.suite.stages]
-        self.outside: dict[str, int] = {}
-        self.refuted: dict[str, int] = {}
-        self.nonfinite = 0
-        self.unclear = torch.zeros(self.total, dtype=torch.bool)  # samples that a point broke, but only by a rounding
         self.clean_seconds = 0.0
         self.complete, self.escalated = True, False
         self.advanced = False  # True after the first new batch; until then, the time limit stops nothing
@@ -161,10 +172,6 @@ class Runner:
             return
         before = int(ledger.robust.sum())
         ledger.record(number, part)
-        self.outside[stage.name] = self.outside.get(stage.name, 0) + int(part["outside"])
-        self.refuted[stage.name] = self.refuted.get(stage.name, 0) + int(part["refuted"])
-        self.nonfinite += int(part["nonfinite"])
-        self.unclear[part["rows"]] |= part["unclear"]
         broken = int(part["broken"].sum()) if self.suite.protocol else before - int(ledger.robust.sum())
         so_far = self.records[-1]
         self.records[-1] = dataclasses.replace(
@@ -174,6 +181,11 @@ class Runner:
             left=so_far.left - broken,
             forwards=so_far.forwards + int(part["forwards"].sum()),
             backwards=so_far.backwards + int(part["backwards"].sum()),
+            outside=so_far.outside + int(part["outside"]),
+            refuted=so_far.refuted + int(part["refuted"]),
+            nonfinite=so_far.nonfinite + int(part["nonfinite"]),
+            witnessed=so_far.witnessed + int(part["witnessed"]),
+            contradicted=so_far.contradicted + int(part["contradicted"]),
             seconds=(so_far.seconds or 0.0) + float(part["seconds"]),
         )
 
@@ -185,13 +197,13 @@ class Runner:
         rows = ledger.robust.nonzero()[:, 0]
         if stage.role == "sentinel":
             if self.watched is None:
-                self.watched = self._drawn(rows, "sentinel")[: math.ceil(stage.share * len(rows))]
+                self.watched = self._drawn(rows, "sentinel")[: sentinel_size(stage.share, len(rows))]
             return self.watched[ledger.robust[self.watched]].sort().values
         if stage.share >= 1:
             return rows
         # Without this draw, the order of the data would decide among samples of equal margin.
         rows = self._drawn(rows, "ties")
-        nearest = ledger.margin[rows].argsort(stable=True)[: math.ceil(stage.share * len(rows))]
+        nearest = ledger.margin[rows].argsort(stable=True)[: share_size(stage.share, len(rows))]
         return rows[nearest].sort().values
 
     def _attack(self, stage: Stage, x: Tensor, y: Tensor, rows: Tensor) -> dict[str, Tensor]:
@@ -235,6 +247,7 @@ class Runner:
         # A point outside may even be NaN. The clean image takes its place.
         x_adv = torch.where(inside[:, None, None, None], x_adv, x)
         logits = self.answers(x_adv)
+        asked = self._witness(x_adv, logits)
         finite = torch.isfinite(logits).all(dim=1)
         logits = torch.where(finite[:, None], logits, 0)
         lead = -margin(logits, y).double()
@@ -252,9 +265,20 @@ class Runner:
             "backwards": counts[1],
             "outside": (~inside).sum(),
             "nonfinite": (~finite).sum(),
-            "refuted": (claimed & inside & finite & (logits.argmax(dim=1) == y)).sum(),
+            # A success within the model's grain is a matter of the batch, and says nothing against the model.
+            "refuted": (
+                claimed & inside & finite & (logits.argmax(dim=1) == y) & (lead >= self.grain * spread(logits))
+            ).sum(),
             "seconds": torch.tensor(seconds),
+            **asked,
         }
+
+    def _witness(self, points: Tensor, logits: Tensor) -> dict[str, Tensor]:
+        """How many of the points the witness was asked about, and how many of its answers are not `logits`."""
+        some = slice(None, WITNESSED)
+        other = None if self.witness is None else self.witness.contradicts(points[some], logits[some], self.grain)
+        counts = (0, 0) if other is None else (len(other), int(other.sum()))
+        return {"witnessed": torch.tensor(counts[0]), "contradicted": torch.tensor(counts[1])}
 
     # Batches and answers.
 
@@ -265,7 +289,7 @@ class Runner:
 
     def _drawn(self, rows: Tensor, why: str) -> Tensor:
         """`rows` in an order that depends on the seed and on each sample's content."""
-        return rows[self.key.fold(why).bits(self.ledger.digest[rows], 1)[:, 0].argsort(stable=True)]
+        return drawn(self.key, self.ledger.digest, rows, why)
 
     def index(self, rows: Tensor) -> Tensor:
         return self.ledger.digest[rows].to(self.device)
@@ -296,7 +320,13 @@ class Runner:
             if late and not done and self.advanced:
                 return
             self.advanced = self.advanced or (deadline is not None and not done)
-            yield part, self.work.batch(f"{name}-{batch:05d}", fresh)
+            found = self.work.batch(f"{name}-{batch:05d}", fresh)
+            if "rows" in found and not torch.equal(found["rows"], part):
+                where = self.work.folder / f"{name}-{batch:05d}.batch"
+                raise UserError(
+                    f"{where} is damaged: it is of other samples. Delete this folder, and the same call begins anew"
+                )
+            yield part, found
 
     def images(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return self._ready(self.source.images(rows), self.source.labels[rows])

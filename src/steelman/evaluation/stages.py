@@ -19,7 +19,7 @@ from torch import nn
 
 from steelman.attacks import Attack
 from steelman.attacks.engine import Precision
-from steelman.errors import UserError, unknown
+from steelman.errors import UserError, shown, unknown
 from steelman.evaluation.result import Role
 
 PRECISIONS = ("auto", "full", "bfloat16")
@@ -69,7 +69,7 @@ class Suite:
     `precision` is the precision of the coarse searches: "auto" is bfloat16 if device and model allow it. `surrogates`
     are other models for the same task. Their adversarial points are tried on the model, to find misleading gradients.
     `curve` switches the curve on. `gallery` is the number of samples in the gallery. A model with more outputs than the
-    data have classes is refused without `more_outputs`.
+    data have classes is refused without `more_outputs`. A radius under half a grey level is refused without `tiny_eps`.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Suite:
     gallery: int = 8
     surrogates: tuple[nn.Module, ...] = ()
     more_outputs: bool = False
+    tiny_eps: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -107,14 +108,25 @@ def protocol(attacks: Mapping[str, Attack], name: str = "custom", **changes: Any
     return Suite(name=name, stages=stages, protocol=True, **changes)
 
 
+def described(suite: Suite) -> dict[str, Any]:
+    """A suite as plain values, for the records."""
+    stages = [
+        {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "attack": describe(s.attack)}
+        for s in suite.stages
+    ]
+    return {"name": suite.name, "protocol": suite.protocol, "stages": stages}
+
+
 def whole(name: str, value: int, least: int | None = None) -> int:
     """A whole number of any type as a Python int, which JSON can hold. A number below `least` is refused."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise UserError(f"{name}: expected a whole number, got {value!r}") from None
+        raise UserError(f"{name}: expected a whole number, got {shown(value)}") from None
     if least is not None and number < least:
         raise UserError(f"{name}: expected at least {least}, got {value}")
+    if not -(2**63) <= number < 2**63:  # neither torch nor the evidence can hold it
+        raise UserError(f"{name}: expected a whole number of at most 64 bits, got {shown(number)}")
     return number
 
 

@@ -16,16 +16,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from steelman.arguments import check_call, model_of
 from steelman.attacks import PGD, Attack
 from steelman.attacks.base import check_range
 from steelman.attacks.engine import Search
 from steelman.bounded import read_json
 from steelman.data.source import ArraySource, Source, batches, name_of, stream
-from steelman.errors import UserError, unknown
-from steelman.evaluation.checks import check_contract, predictions
+from steelman.errors import UserError, shown, unknown
+from steelman.evaluation.checks import check_contract, predictions, threat_of
 from steelman.evaluation.evaluate import versions
 from steelman.evaluation.result import Score, interval
-from steelman.evaluation.stages import describe
+from steelman.evaluation.stages import describe, whole
 from steelman.evidence.bundle import device_of
 from steelman.files import write_atomic
 from steelman.progress import Ticker
@@ -226,12 +227,16 @@ def transfer(
     Samples".
     """
     targets = sources if targets is None else targets
-    for what, models in (("source", sources), ("target", targets)):
-        if not models:
-            raise UserError(f"expected at least one {what}, got none")
+    threat_of(threat)
+    seed, batch_size = whole("seed", seed), whole("batch_size", batch_size, 1)
+    check_call("attack", attack, "one such as PGD(steps=20)", "model", "x", "y", "threat", index="index", key="key")
+    _check_models("source", sources)
+    _check_models("target", targets)
     if two := [name for name in sources if name in targets and sources[name] is not targets[name]]:
         raise UserError(f"the source and the target called {two[0]!r} are two models; give them different names")
-    source = data if not isinstance(data, tuple) else ArraySource(*data)
+    if not isinstance(data, Source) and not (isinstance(data, tuple) and len(data) == 2):
+        raise UserError(f"data: expected (images, labels) or a source, got {shown(data)}")
+    source = ArraySource(*data) if isinstance(data, tuple) else data
     device = device_of(next(iter(sources.values())))
     _check_alike({**sources, **targets}, source, threat, device)
     total = len(source)
@@ -296,6 +301,17 @@ def transfer(
         versions=versions(),
         notes=tuple(notes),
     )
+
+
+def _check_models(what: str, models: object) -> None:
+    """Refuse what is not models by name, and a model in float64."""
+    if not isinstance(models, Mapping) or not all(isinstance(name, str) for name in models):
+        raise UserError(f"{what}s: expected models by name, such as {{'mine': model}}, got {shown(models)}")
+    if not models:
+        raise UserError(f"expected at least one {what}, got none")
+    for name, model in models.items():
+        if any(one.dtype == torch.float64 for one in model_of(name, model).parameters()):
+            raise UserError(f"{name}: the model is in float64, and points are crafted in float32: call model.float()")
 
 
 def _check_alike(models: Mapping[str, nn.Module], source: Source, threat: ThreatModel, device: torch.device) -> None:

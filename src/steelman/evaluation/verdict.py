@@ -1,216 +1,233 @@
-"""The results of a suite's run: flags of the stages, verdict, scores, notes and gallery."""
+"""The verdict: flags, trust, reasons and notes, all from what an evaluation keeps.
+
+An evaluation and `steelman.verify` both call these functions. So a verdict that was edited afterwards differs from what
+`verify` computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import get_args
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
-from steelman.evaluation.findings import Findings
-from steelman.evaluation.masking import flag
-from steelman.evaluation.result import Example, Flag, Score, Trust, Verdict, scores_of
-from steelman.evaluation.runner import Runner
-from steelman.evidence.ledger import pilot_size
+from steelman.evaluation.curve import levels_off
+from steelman.evaluation.masking import SIGNS, flag
+from steelman.evaluation.masking import flags_of as signs_raised
+from steelman.evaluation.result import CurvePoint, Flag, Role, StageRecord, Trust, Verdict
+from steelman.evidence.ledger import ROBUST, WRONG, pilot_size
+from steelman.threat import ThreatModel
 
-# The limit for the share of all samples that only targeted attacks break.
-TARGETED_AHEAD = 0.1
-# The limit for an attack's share of points outside the threat model. Above it, its failures mean nothing.
-OUTSIDE = 0.05
-# The limit for an attack's share of successes that full precision refutes. Above it, the model's answers change.
-REFUTED = 0.05
-# The limit for the share of samples that the pilot's attacks break, and a suite without a pilot stage does not.
-PILOT_AHEAD = 0.05
-# The limit for the share of samples that are wrong only within rounding. Above it, the bound on rounding is in doubt.
-UNCLEAR = 0.05
+# For each flag that comes from the stages: its limit, whether one more sample may pass, the trust that the flag leaves,
+# and its text. The limits are shares of the samples, and 0 for counts. SIGNS has the same for the pilot's flags.
+DOUBTS: dict[str, tuple[float, bool, Trust, str]] = {
+    "sentinel broken": (
+        0,
+        False,
+        "sound",
+        "AutoAttack's own attacks broke {figure:.0f} of {tried} robust samples drawn at random; where they break one, "
+        "every robust sample is attacked at full cost",
+    ),
+    "points outside": (
+        0.05,
+        False,
+        "suspect",
+        "{figure:.0%} of the points that {stage} gave lie outside the threat model and could not be counted: it does "
+        "not know the rules",
+    ),
+    "successes refuted": (
+        0.05,
+        True,
+        "suspect",
+        "for {figure:.0%} of its samples {stage} saw a success that the model, asked again in full precision, does not "
+        "confirm: its answers change",
+    ),
+    "copy disagrees": (
+        0,
+        False,
+        "suspect",
+        "a fresh copy of the model gives another answer at {figure:.0%} of the points of {stage} that it was asked "
+        "about: the model remembers what it was asked",
+    ),
+    "targeted ahead": (
+        0.1,
+        False,
+        "sound",
+        "targeted attacks broke {figure:.1%} of all samples after untargeted ones had left them",
+    ),
+    "pilot stronger": (
+        0.05,
+        False,
+        "suspect",
+        "{figure:.0%} of the samples that checks were made on are broken by the checks' own attacks, which this suite "
+        "does not count, and by none of its own",
+    ),
+    "wrong by a rounding": (
+        0.05,
+        True,
+        "suspect",
+        "for {figure:.0%} of the samples the model was wrong at a point, but by no more than what sums of such numbers "
+        "differ by; those points were not counted",
+    ),
+    "logits not finite": (
+        0,
+        False,
+        "invalid",
+        "the model gave NaN or infinite logits at {figure:.0f} points inside the threat model; what it answers there "
+        "is not defined, and they were not counted",
+    ),
+}
 # A model has collapsed if it gives one class to at least COLLAPSE of the images. The class's share of the data must be
 # lower by COLLAPSE_AHEAD. There must be COLLAPSE_SEEN images: a few images may have one class by chance.
 COLLAPSE, COLLAPSE_AHEAD, COLLAPSE_SEEN = 0.95, 0.2, 20
 
 
-def verdict_of(run: Runner, findings: Findings, names: Sequence[str], *, random: bool) -> Verdict:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What an evaluation keeps. Verdict and notes follow from it alone.
+
+    `roles` are the roles of the suite's stages, by name. `samples` are the columns of the ledger. `signs` are the
+    columns of ``signs.safetensors``: the pilot's rows, which of them it broke, and each measured sign. `random` is True
+    if the model is. Where the time ran out, `cut` has (samples attacked, samples planned) of the stage, and `look_cut`
+    has the same of the pilot, or of the curve of a protocol.
+    """
+
+    suite: str
+    protocol: bool
+    roles: Mapping[str, Role]
+    threat: ThreatModel
+    classes: tuple[str, ...]
+    samples: Mapping[str, Tensor]
+    stages: tuple[StageRecord, ...]
+    signs: Mapping[str, Tensor]
+    curve: tuple[CurvePoint, ...]
+    random: bool
+    escalated: bool
+    cut: Mapping[str, tuple[int, int]]
+    look_cut: tuple[int, int] | None
+
+    @property
+    def total(self) -> int:
+        return len(self.samples["label"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all attacks ran to their end. A protocol does not need its curve."""
+        return not self.cut and (self.look_cut is None or self.protocol)
+
+    @property
+    def right(self) -> int:
+        return int((self.samples["broken_by"] != WRONG).sum())
+
+    @property
+    def robust(self) -> Tensor:
+        return self.samples["broken_by"] == ROBUST
+
+
+def verdict_of(kept: Kept) -> Verdict:
     """The verdict. Its trust is the lowest that any raised flag leaves."""
-    order, flags = list(get_args(Trust)), (*findings.flags, *doubts(run, findings))
-    raised = [one for one in flags if one.raised]
-    unsure = random or not run.complete
-    worst: list[Trust] = ["suspect" if unsure else "sound", *(one.trust for one in raised)]
-    reasons = [one.text for one in raised]
-    if collapse := collapsed(run, names):
-        reasons.append(collapse)
-    if random:
-        reasons.append("the model is random: another draw of its noise may give another answer")
-    if run.suite.protocol:
-        reasons.append("a protocol of given attacks: an upper bound, which a stronger attack may lower")
-    if not run.complete:
-        reasons.append("the time ran out before all attacks had run: an upper bound, the tightest so far")
+    order, flags = list(get_args(Trust)), flags_of(kept)
+    unsure = kept.random or not kept.complete
+    worst: list[Trust] = ["suspect" if unsure else "sound", *(one.trust for one in flags if one.raised)]
     return Verdict(
-        correct=int(run.ledger.robust.sum()),
-        total=run.total,
-        clean=int(run.ledger.right.sum()),
-        norm=run.threat.norm,
-        eps=run.threat.eps,
-        suite=run.suite.name,
+        correct=int(kept.robust.sum()),
+        total=kept.total,
+        clean=kept.right,
+        norm=kept.threat.norm,
+        eps=kept.threat.eps,
+        low=kept.threat.low,
+        high=kept.threat.high,
+        suite=kept.suite,
         trust=max(worst, key=order.index),
-        reasons=tuple(reasons),
+        reasons=tuple(reasons_of(kept, flags)),
         flags=flags,
-        complete=run.complete,
-        escalated=run.escalated,
-        protocol=run.suite.protocol,
+        complete=kept.complete,
+        escalated=kept.escalated,
+        protocol=kept.protocol,
     )
 
 
-def collapsed(run: Runner, names: Sequence[str]) -> str:
-    """A sentence if the model gives one class to almost every image, but the data do not. Else an empty text."""
-    answers, labels = (torch.bincount(column, minlength=len(names)) for column in (run.ledger.clean, run.ledger.label))
-    most = int(answers.argmax())
-    share, expected = int(answers[most]) / run.total, int(labels[most]) / run.total
-    if run.total < COLLAPSE_SEEN or share < COLLAPSE or share - expected < COLLAPSE_AHEAD:
-        return ""
-    return f'the model answers "{names[most]}" for {share:.0%} of the images: it has collapsed'
-
-
-def doubtful(run: Runner, findings: Findings) -> bool:
+def doubtful(kept: Kept) -> bool:
     """Whether any flag is raised so far."""
-    return any(one.raised for one in (*findings.flags, *doubts(run, findings)))
+    return any(one.raised for one in flags_of(kept))
 
 
-def doubts(run: Runner, findings: Findings) -> list[Flag]:
-    """The flags that come from the stages, not from the pilot."""
-    found = []
-    sentinels = {stage.name for stage in run.suite.stages if stage.role == "sentinel"}
-    watch = [record for record in run.records if record.name in sentinels]
-    if watch:
-        tried, broken = watch[0].attacked, sum(record.broken for record in watch)
-        found.append(
-            flag(
-                "sentinel broken",
-                broken,
-                0,
-                "sound",
-                f"AutoAttack's own attacks broke {broken} of {tried} robust samples drawn at random; where they "
-                "break one, every robust sample is attacked at full cost",
-            )
-        )
-    for record in run.records:
-        share = run.outside.get(record.name, 0) / max(record.attacked, 1)
-        if share > OUTSIDE:
-            found.append(
-                flag(
-                    "points outside",
-                    share,
-                    OUTSIDE,
-                    "suspect",
-                    f"{share:.0%} of the points that {record.name} gave lie outside the threat model and could not "
-                    "be counted: it does not know the rules",
-                )
-            )
-        share = run.refuted.get(record.name, 0) / max(record.attacked, 1)
-        limit = REFUTED + 1 / max(record.attacked, 1)
-        if share > limit:
-            found.append(
-                flag(
-                    "successes refuted",
-                    share,
-                    limit,
-                    "suspect",
-                    f"for {share:.0%} of its samples {record.name} saw a success that the model, asked again in full "
-                    "precision, does not confirm: its answers change",
-                )
-            )
-    targeted = [record.broken for record in run.records if record.settings["attack"] == "MultiTargeted"]
-    if targeted and not run.suite.protocol:  # in a protocol, targeted attacks also get samples that others broke
-        share = sum(targeted) / max(run.total, 1)
-        found.append(
-            flag(
-                "targeted ahead",
-                share,
-                TARGETED_AHEAD,
-                "sound",
-                f"targeted attacks broke {share:.1%} of all samples after untargeted ones had left them",
-            )
-        )
-    if not any(stage.role in ("pilot", "escalation") for stage in run.suite.stages):
-        share = int(run.ledger.robust[findings.broken].sum()) / pilot_size(run.total)
-        if share > PILOT_AHEAD:
-            found.append(
-                flag(
-                    "pilot stronger",
-                    share,
-                    PILOT_AHEAD,
-                    "suspect",
-                    f"{share:.0%} of the samples that checks were made on are broken by the checks' own attacks, "
-                    "which this suite does not count, and by none of its own",
-                )
-            )
-    right = max(int(run.ledger.right.sum()), 1)
-    share, limit = int(run.unclear.sum()) / right, UNCLEAR + 1 / right
-    if share > limit:
-        found.append(
-            flag(
-                "wrong by a rounding",
-                share,
-                limit,
-                "suspect",
-                f"for {share:.0%} of the samples the model was wrong at a point, but by no more than what sums of such "
-                "numbers differ by; those points were not counted",
-            )
-        )
-    if run.nonfinite:
-        found.append(
-            flag(
-                "logits not finite",
-                run.nonfinite,
-                0,
-                "invalid",
-                f"the model gave NaN or infinite logits at {run.nonfinite} points inside the threat model; what "
-                "it answers there is not defined, and they were not counted",
-            )
-        )
-    return found
+def reasons_of(kept: Kept, flags: tuple[Flag, ...]) -> Iterator[str]:
+    """The sentences of a verdict: one for each raised flag, and for all else that limits what the number means."""
+    yield from (one.text for one in flags if one.raised)
+    if collapse := collapsed(kept):
+        yield collapse
+    if kept.random:
+        yield "the model is random: another draw of its noise may give another answer"
+    if kept.protocol:
+        yield "a protocol of given attacks: an upper bound, which a stronger attack may lower"
+    if not kept.complete:
+        yield "the time ran out before all attacks had run: an upper bound, the tightest so far"
 
 
-def scores(run: Runner) -> tuple[Score, ...]:
-    """The scores: clean, after each stage (in a protocol: under each attack), and the worst case."""
-    return scores_of(
-        run.records,
-        run.total,
-        clean=int(run.ledger.right.sum()),
-        robust=int(run.ledger.robust.sum()),
-        clean_seconds=run.clean_seconds,
-    )
+def collapsed(kept: Kept) -> str:
+    """A sentence if the model gives one class to almost every image, but the data do not. Else an empty text."""
+    n = len(kept.classes)
+    answers, labels = (torch.bincount(kept.samples[name], minlength=n) for name in ("clean", "label"))
+    most = int(answers.argmax())
+    share, expected = int(answers[most]) / kept.total, int(labels[most]) / kept.total
+    if kept.total < COLLAPSE_SEEN or share < COLLAPSE or share - expected < COLLAPSE_AHEAD:
+        return ""
+    return f'the model answers "{kept.classes[most]}" for {share:.0%} of the images: it has collapsed'
 
 
-def notes(run: Runner, findings: Findings) -> list[str]:
+def notes_of(kept: Kept) -> tuple[str, ...]:
     """Notes on points that were not counted, and on what the time cut short."""
     outside = [
-        f"{name}: {count} points outside the threat model were not counted"
-        for name, count in run.outside.items()
-        if count
+        f"{stage.name}: {stage.outside} points outside the threat model were not counted"
+        for stage in kept.stages
+        if stage.outside
     ]
-    before = "curve" if run.suite.protocol else "pilot"
+    before = "curve" if kept.protocol else "pilot"
     cut = [
         f"{name}: the time ran out after {done} of {count} samples"
         + ("" if name == "curve" else "; the others count as robust")
-        for name, (done, count) in {**run.cut, **({before: findings.cut} if findings.cut else {})}.items()
+        for name, (done, count) in {**kept.cut, **({before: kept.look_cut} if kept.look_cut else {})}.items()
     ]
-    return outside + cut
+    return (*outside, *cut)
 
 
-def examples(run: Runner, count: int) -> tuple[Example, ...]:
-    """The gallery: the first samples that the model got right, each with its point of the smallest margin."""
-    ledger, found = run.ledger, []
-    for row in ledger.right.nonzero()[:count, 0].tolist():
-        x, _ = run.images(torch.tensor([row]))
-        tried = int(ledger.tried[row])
-        found.append(
-            Example(
-                index=row,
-                label=int(ledger.label[row]),
-                clean_prediction=int(ledger.clean[row]),
-                adversarial_prediction=int(ledger.guess[row]),
-                attack=run.suite.stages[tried].name if tried >= 0 else "",
-                clean=x[0].cpu(),
-                adversarial=ledger.points(torch.tensor([row]), x)[0].cpu(),
-            )
-        )
-    return tuple(found)
+def flags_of(kept: Kept) -> tuple[Flag, ...]:
+    """All flags: those of the pilot, that of the curve, and those of the stages."""
+    signs = {name: column for name, column in kept.signs.items() if name.split(",")[0] in SIGNS}
+    pilot = signs_raised([signs]) if signs else []
+    curve = [] if kept.protocol else levels_off(kept.curve)
+    return (*pilot, *curve, *_of_stages(kept))
+
+
+def _doubt(name: str, figure: float, of: int = 0, **said: Any) -> Flag:
+    """The flag `name` of DOUBTS. `of` is the number of samples behind the figure, where one more may pass."""
+    limit, one, trust, text = DOUBTS[name]
+    return flag(name, figure, limit + one / max(of, 1), trust, text.format(figure=figure, **said))
+
+
+def _of_stages(kept: Kept) -> Iterator[Flag]:
+    """The flags that come from the stages. Some are there only if they are raised."""
+    watch = [stage for stage in kept.stages if kept.roles[stage.name] == "sentinel"]
+    if watch:
+        yield _doubt("sentinel broken", sum(stage.broken for stage in watch), tried=watch[0].attacked)
+    maybe = []
+    for stage in kept.stages:
+        of = max(stage.attacked, 1)
+        maybe.append(_doubt("points outside", stage.outside / of, of, stage=stage.name))
+        maybe.append(_doubt("successes refuted", stage.refuted / of, of, stage=stage.name))
+        maybe.append(_doubt("copy disagrees", stage.contradicted / max(stage.witnessed, 1), stage=stage.name))
+    yield from (one for one in maybe if one.raised)
+    targeted = [stage.broken for stage in kept.stages if stage.settings.get("attack") == "MultiTargeted"]
+    if targeted and not kept.protocol:  # in a protocol, targeted attacks also get samples that others broke
+        yield _doubt("targeted ahead", sum(targeted) / max(kept.total, 1))
+    last = []
+    if not {"pilot", "escalation"} & set(kept.roles.values()) and "rows" in kept.signs:
+        missed = int(kept.robust[kept.signs["rows"][kept.signs["broken"]]].sum())
+        last.append(_doubt("pilot stronger", missed / pilot_size(kept.total)))
+    right = max(kept.right, 1)
+    last.append(_doubt("wrong by a rounding", int(kept.samples["unclear"].sum()) / right, right))
+    last.append(_doubt("logits not finite", sum(stage.nonfinite for stage in kept.stages)))
+    yield from (one for one in last if one.raised)

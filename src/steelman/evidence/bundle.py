@@ -2,6 +2,7 @@
 
 - ``evidence.json`` holds the claims (settings, counts, verdict), the SHA-256 of the other files, and the seal.
 - ``samples.safetensors`` has one row for each sample.
+- ``signs.safetensors`` has what the pilot measured: its rows, and a column for each sign.
 - ``adversarial-*.safetensors`` holds the image that broke each broken sample.
 - ``gallery.safetensors`` holds the images of a few samples to look at.
 - ``times.json`` is not evidence. The seal leaves it out, so that the same evaluation gives the same evidence.
@@ -19,25 +20,29 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 import torch
-from pydantic import Field
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman.bounded import problem, read_bytes, read_json, read_tensors
 from steelman.errors import UserError
-from steelman.evaluation.result import Evaluation, Role, StageRecord, Trust
+from steelman.evaluation.result import Evaluation, StageRecord
 from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
+from steelman.evidence.schema import Claims
 from steelman.files import write_atomic
 from steelman.threat import ThreatModel
 
+if TYPE_CHECKING:
+    from steelman.evaluation.verdict import Kept  # at run time, this import would be a cycle
+
+SIGNS_FILE = "signs.safetensors"
 SHARD, SHARD_BYTES = 512, 1 << 26  # the most adversarial images in a file, and the most bytes of them
 MOST_BYTES, MOST_IMAGES = 1 << 26, 1 << 33  # the most bytes of evidence.json, and of another file
 GALLERY, TIMES = "gallery.safetensors", "times.json"
-NAMES = re.compile(r"(samples|gallery|adversarial-\d{4,9})\.safetensors")
+NAMES = re.compile(r"(samples|signs|gallery|adversarial-\d{4,9})\.safetensors")
 PICTURES = ("clean", "adversarial")  # the two images of each sample in a gallery
 OWN = "verdict"  # the folder of a run with the evidence on its own model
 GIVEN = "attacks"  # the folder of a run with the evidence of attacks that the user chose one by one
@@ -59,6 +64,11 @@ class Bundle:
     @property
     def seal(self) -> str:
         return str(self.record["seal"])
+
+    @property
+    def version(self) -> str:
+        """The version of steelman that made it."""
+        return str(self.record["versions"].get("steelman", "unknown"))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files. A changed file is refused."""
@@ -87,7 +97,7 @@ class Bundle:
             yield rows, images
 
 
-def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: Evaluation) -> str:
+def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: Evaluation, kept: Kept) -> str:
     """Write the evidence of an evaluation into `folder`, and return its seal."""
     files: dict[str, str] = {}
 
@@ -101,6 +111,8 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         # An earlier call whose time ran out left this file. It would not fit the files below.
         (folder / "evidence.json").unlink(missing_ok=True)
         put("samples.safetensors", ledger.columns())
+        if kept.signs:
+            put(SIGNS_FILE, dict(kept.signs))
         broken = (ledger.broken_by >= 0).nonzero()[:, 0]
         image = ledger.kept(broken[:1])
         size = max(min(SHARD, SHARD_BYTES // max(image.numel() * image.element_size(), 1)), 1)
@@ -118,7 +130,8 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
         record = {
             "format": FORMAT,
             **settings,
-            **_claims(found),
+            **_claims(found, kept),
+            "shape": list(ledger.shape),
             "data_digest": data_digest(ledger.digest),
             "clean_correct": int(ledger.right.sum()),
             "robust_correct": int(ledger.robust.sum()),
@@ -131,7 +144,7 @@ def write_bundle(folder: Path, settings: dict[str, Any], ledger: Ledger, found: 
     return str(record["seal"])
 
 
-def _claims(found: Evaluation) -> dict[str, Any]:
+def _claims(found: Evaluation, kept: Kept) -> dict[str, Any]:
     """The claims of an evaluation that are in neither its settings nor its samples, as plain JSON values."""
     assert found.verdict is not None
     said = {
@@ -141,6 +154,9 @@ def _claims(found: Evaluation) -> dict[str, Any]:
         "curve": [dataclasses.asdict(point) for point in found.curve],
         "curve_attack": found.curve_attack,
         "notes": found.notes,
+        "random": kept.random,
+        "cut": kept.cut,
+        "look_cut": kept.look_cut,
     }
     plain: dict[str, Any] = json.loads(json.dumps(said))
     return plain
@@ -194,10 +210,12 @@ def read_bundle(folder: Path) -> Bundle:
     for name in record["files"]:
         if not NAMES.fullmatch(name):
             raise DamagedError(f"{path} is damaged: no evidence is kept in a file called {name[:40]!r}")
-    there = {file.name for file in folder.iterdir() if NAMES.fullmatch(file.name)}
+    there = {file.name for file in folder.iterdir() if file.suffix == ".safetensors"}
     if unknown := there - record["files"].keys():
         raise DamagedError(f"{folder / min(unknown)} is not part of the evidence")
     samples = _tensors(folder / "samples.safetensors", record["files"].get("samples.safetensors", ""))
+    if unknown := samples.keys() - COLUMNS.keys():
+        raise DamagedError(f"samples.safetensors: no evidence has a column called {min(unknown)[:40]!r}")
     for name, dtype in COLUMNS.items():
         column = samples.get(name)
         if column is None or column.dtype != dtype or column.shape != (record["total"],):
@@ -223,9 +241,13 @@ def _tensors(path: Path, expected: str) -> dict[str, Tensor]:
     if hashlib.sha256(content).hexdigest() != expected:
         raise DamagedError(f"{path} was changed: its SHA-256 is not the one in evidence.json")
     try:
-        return read_tensors(content, what=f"{path} is damaged")
+        found = read_tensors(content, what=f"{path} is damaged")
+        header = read_json(content[8 : 8 + int.from_bytes(content[:8], "little")], what=str(path))
     except UserError as error:
         raise DamagedError(str(error)) from None
+    if "__metadata__" in header:
+        raise DamagedError(f"{path}: expected tensors alone, got metadata too")
+    return found
 
 
 def seal_of(record: dict[str, Any]) -> str:
@@ -261,84 +283,3 @@ def data_digest(digests: Tensor) -> str:
 
 # The fields of a verdict that do not follow from counts or settings.
 _VERDICT = ("trust", "reasons", "flags", "complete", "escalated")
-
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class _Part(pydantic.BaseModel):
-    # `verify` cannot check a field that it does not know. So unknown fields are refused.
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-
-
-class _Planned(_Part):
-    name: str
-    attack: dict[str, Any]
-    share: Annotated[float, Field(gt=0, le=1)]
-    warm: bool
-    role: Role
-    precision: Literal["full", "bfloat16"]
-
-
-class _Suite(_Part):
-    name: str
-    protocol: bool
-    stages: Annotated[list[_Planned], Field(min_length=1)]
-
-
-class _Stage(_Part):
-    name: str
-    attacked: Count
-    broken: Count
-    left: Count
-    forwards: Count
-    backwards: Count
-
-
-class _Flag(_Part):
-    name: str
-    figure: float
-    limit: float
-    raised: bool
-    trust: Trust
-    text: str
-
-
-class _Verdict(_Part):
-    trust: Trust
-    reasons: list[str]
-    flags: list[_Flag]
-    complete: bool
-    escalated: bool
-
-
-class _Point(_Part):
-    eps: Annotated[float, Field(ge=0)]
-    correct: Count
-    total: Count
-
-
-class Claims(_Part):
-    """The fields of ``evidence.json``."""
-
-    format: int
-    model: str
-    weights: Hash
-    data: str
-    total: Annotated[Count, Field(gt=0)]
-    threat: dict[str, Any]
-    suite: _Suite
-    seed: int
-    batch_size: Annotated[Count, Field(gt=0)]
-    versions: dict[str, str]
-    classes: Annotated[list[str], Field(min_length=2)]
-    data_digest: Hash
-    clean_correct: Count
-    robust_correct: Count
-    stages: list[_Stage]
-    verdict: _Verdict
-    curve: list[_Point]
-    curve_attack: str
-    notes: list[str]
-    files: dict[str, Hash]
-    seal: Hash

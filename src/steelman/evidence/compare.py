@@ -21,7 +21,8 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from steelman.errors import UserError
+from steelman.arguments import path_of, text_of
+from steelman.errors import UserError, shown
 from steelman.evaluation.result import Score
 from steelman.evidence.bundle import Bundle, read_bundle
 from steelman.evidence.ledger import ROBUST
@@ -101,6 +102,9 @@ class Comparison:
 
 def compare(folders: Mapping[str, Path]) -> Comparison:
     """Check the evidence in each folder, and compare every pair of models on their common samples."""
+    if not isinstance(folders, Mapping):
+        raise UserError(f"folders: expected folders by name, such as {{'mine': 'runs/mine'}}, got {shown(folders)}")
+    folders = {text_of("name", name): path_of("folder", folder) for name, folder in folders.items()}
     if len(folders) < 2:
         raise UserError(f"expected at least two evaluations to compare, got {len(folders)}")
     bundles = {}

@@ -36,6 +36,8 @@ def gallery_of(bundle: Bundle) -> Shown | None:
         raise DamagedError(f"{path}: expected {len(rows)} images in float32 or float64, got {got}")
     if (adversarial.dtype, adversarial.shape) != (clean.dtype, clean.shape):
         raise DamagedError(f"{path}: expected adversarial images of the clean images' type and shape")
+    if clean.shape[1:] != (shape := tuple(bundle.record["shape"])):
+        raise DamagedError(f"{path}: expected images of shape {shape}, got {tuple(clean.shape[1:])}")
     n = len(bundle.samples["label"])
     if len(rows) == 0 or int(rows[0]) < 0 or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= n:
         raise DamagedError(f"{path}: expected rising rows, each once, between 0 and {n - 1}")

@@ -25,12 +25,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from steelman.bounded import read_bytes, read_json, read_tensors
+from steelman.data.source import MOST_CLASSES
 from steelman.errors import UserError
 from steelman.files import write_atomic
 from steelman.losses import margin, standardised
+from steelman.rng import Key
 
 WRONG, ROBUST = -2, -1  # values of `broken_by`: wrong without an attack, and broken by no attack
-FORMAT = 2  # the version of the evidence's format
+FORMAT = 3  # the version of the evidence's format
 COLUMNS = {  # the columns of samples.safetensors
     "label": torch.int64,
     "digest": torch.int64,
@@ -42,11 +44,18 @@ COLUMNS = {  # the columns of samples.safetensors
     "lead": torch.float64,
     "forwards": torch.int64,
     "backwards": torch.int64,
+    "unclear": torch.bool,
 }
 # The share of the samples that the pilot gets, and the least and the most samples.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
 # The files of the evidence.
-PARTS = ("evidence.json", "samples.safetensors", "adversarial-*.safetensors", "gallery.safetensors")
+PARTS = (
+    "evidence.json",
+    "samples.safetensors",
+    "signs.safetensors",
+    "adversarial-*.safetensors",
+    "gallery.safetensors",
+)
 DONE = ".work.done"  # the folder `work` gets this name just before it is deleted
 HALF_WRITTEN = re.compile(r"\.[\w-]+\.(json|safetensors|batch)\.\w{8}")
 
@@ -58,11 +67,12 @@ class Ledger:
     it while it was robust. `margin` is the smallest (z_y - max z_k) / std(z) seen at a point of the threat model,
     including the clean image; see `nearness`. A broken sample has the margin of the point that broke it. `lead` is
     z_y - max z_k at the same point, and `guess` is the model's answer there. ``points`` gives the point. `passes` are
-    the forwards of the stage that broke the sample.
+    the forwards of the stage that broke the sample. `unclear` are the samples that a point broke by no more than a
+    rounding. Such a point does not count.
     """
 
     def __init__(self, folder: Path, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.folder, self.n = folder, n
+        self.folder, self.n, self.shape = folder, n, shape
         self.label = torch.zeros(n, dtype=torch.int64)
         self.digest = torch.zeros(n, dtype=torch.int64)
         self.clean = torch.zeros(n, dtype=torch.int64)
@@ -70,6 +80,7 @@ class Ledger:
         self.broken_by = torch.full((n,), ROBUST, dtype=torch.int64)
         self.tried = torch.full((n,), -1, dtype=torch.int64)
         self.passes = torch.zeros(n, dtype=torch.int64)
+        self.unclear = torch.zeros(n, dtype=torch.bool)
         self.moved = torch.zeros(n, dtype=torch.bool)  # False if the point is still the clean image
         self.margin = torch.zeros(n, dtype=torch.float64)
         self.lead = torch.zeros(n, dtype=torch.float64)
@@ -104,11 +115,12 @@ class Ledger:
     def record(self, stage: int, part: dict[str, Tensor]) -> None:
         """Enter the checked result of one batch of a stage.
 
-        Passes always count. The other columns change only for samples that are still robust.
+        Passes and unclear points always count. The other columns change only for samples that are still robust.
         """
         rows, broken = part["rows"], part["broken"]
         self.forwards[rows] += part["forwards"]
         self.backwards[rows] += part["backwards"]
+        self.unclear[rows] |= part["unclear"]
         news = self.robust[rows]
         self.tried[rows[news]] = stage
         better = news & (broken | (part["margin"] < self.margin[rows]))
@@ -158,6 +170,7 @@ class Work:
         self.folder = folder
         with writing(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
+        self._went_on = False  # whether a batch of an earlier call was read
         self._release = weakref.finalize(self, _unlock, _lock(folder.parent))
         try:
             self._begin({"format": FORMAT, **fingerprint})
@@ -169,7 +182,7 @@ class Work:
         place, mark = self.folder.parent, self.folder / "run.json"
         new = json.loads(json.dumps(fingerprint))
         with writing(place):
-            _sweep(place)
+            tidy(place)
         if mark.exists():
             if difference := _difference(mark, new):
                 raise UserError(
@@ -192,6 +205,14 @@ class Work:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._release()
+        if self._went_on and isinstance(error, RuntimeError | LookupError | TypeError | ValueError):
+            if isinstance(error, UserError):
+                return
+            said = next(iter(str(error).splitlines()), "")[:200]
+            raise UserError(
+                f"the evaluation went on from {self.folder} and failed ({type(error).__name__}: {said}): a batch there "
+                "may be another's. Delete this folder, and the same call begins anew"
+            ) from error
 
     def has(self, name: str) -> bool:
         """Whether the batch called `name` is finished."""
@@ -204,7 +225,11 @@ class Work:
             seal, _, content = read_bytes(path, most_bytes=1 << 35).partition(b"\n")
             if hashlib.sha256(content).hexdigest().encode() != seal:
                 raise UserError(f"{path} does not fit its checksum; delete it, and its batch is computed again")
-            return read_tensors(content, what=f"{path} is damaged")
+            self._went_on = True
+            kept = read_tensors(content, what=f"{path} is damaged")
+            if "guess" in kept and bool(((kept["guess"] < 0) | (kept["guess"] >= MOST_CLASSES)).any()):
+                raise UserError(f"{path} is damaged: expected classes of 0 or more, below {MOST_CLASSES:,}")
+            return kept
         found = {key: value.detach().cpu().contiguous() for key, value in compute().items()}
         content = save(found)
         with writing(path):
@@ -276,8 +301,8 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def _sweep(place: Path) -> None:
-    """Delete what a killed process left half written or half deleted."""
+def tidy(place: Path) -> None:
+    """Delete what a killed evaluation left half written or half deleted in its folder."""
     if (place / DONE).exists():
         shutil.rmtree(place / DONE)
     for folder in (place, place / "work"):
@@ -313,6 +338,21 @@ def _differences(kept: Any, new: Any, path: str) -> Iterator[str]:
 def pilot_size(total: int) -> int:
     """How many samples the pilot gets, if the model gets so many right."""
     return min(max(math.ceil(PILOT * total), PILOT_LEAST), PILOT_MOST)
+
+
+def share_size(share: float, robust: int) -> int:
+    """How many of the robust samples a stage gets."""
+    return math.ceil(share * robust)
+
+
+def sentinel_size(share: float, robust: int) -> int:
+    """How many of the robust samples the sentinel gets."""
+    return share_size(share, robust)
+
+
+def drawn(key: Key, digest: Tensor, rows: Tensor, why: str) -> Tensor:
+    """`rows` in an order that depends on the seed and on each sample's content, not on the order of the data."""
+    return rows[key.fold(why).bits(digest[rows], 1)[:, 0].argsort(stable=True)]
 
 
 def nearness(logits: Tensor, y: Tensor) -> Tensor:

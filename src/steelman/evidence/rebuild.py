@@ -1,18 +1,26 @@
-"""Rebuilds an evaluation from its evidence. No other file records an evaluation."""
+"""Rebuilds an evaluation from its evidence. No other file records an evaluation.
+
+`kept_in` reads what the verdict follows from. `evaluation_of` reads the verdict as it is claimed.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import steelman
 from steelman.bounded import read_json
 from steelman.errors import UserError
+from steelman.evaluation.masking import SIGNS
 from steelman.evaluation.result import CurvePoint, Evaluation, Example, Flag, StageRecord, Verdict, scores_of
-from steelman.evidence.bundle import TIMES, Bundle, DamagedError, read_bundle
+from steelman.evaluation.verdict import Kept
+from steelman.evidence.bundle import SIGNS_FILE, TIMES, Bundle, DamagedError, read_bundle
 from steelman.evidence.gallery import gallery_of
 from steelman.evidence.ledger import ROBUST, WRONG
 
@@ -22,12 +30,7 @@ def evaluation_of(folder: Path) -> Evaluation:
     bundle = read_bundle(folder)
     record, samples, threat, verdict = bundle.record, bundle.samples, bundle.threat, bundle.record["verdict"]
     times, classes = times_in(bundle.folder), len(record["classes"])
-    plan = {stage["name"]: _settings(stage) for stage in record["suite"]["stages"]}
-    if stranger := next((one["name"] for one in record["stages"] if one["name"] not in plan), None):
-        raise DamagedError(f"{stranger} is not a stage of the suite")
-    stages = tuple(
-        StageRecord(**one, settings=plan[one["name"]], seconds=times.get(one["name"])) for one in record["stages"]
-    )
+    stages = stages_in(bundle, times)
     correct = {"clean": record["clean_correct"], "robust": record["robust_correct"]}
     return Evaluation(
         model=record["model"],
@@ -58,12 +61,72 @@ def evaluation_of(folder: Path) -> Evaluation:
             complete=verdict["complete"],
             escalated=verdict["escalated"],
             protocol=record["suite"]["protocol"],
+            low=threat.low,
+            high=threat.high,
         ),
         stages=stages,
         right=right_of(samples, classes),
         confusion=confusion_of(samples, classes),
         margins=margins_of(samples),
     )
+
+
+def stages_in(bundle: Bundle, times: Mapping[str, float] = MappingProxyType({})) -> tuple[StageRecord, ...]:
+    """The stages that ran, each with its settings, and its time if that is among `times`."""
+    plan = {stage["name"]: _settings(stage) for stage in bundle.record["suite"]["stages"]}
+    if stranger := next((one["name"] for one in bundle.record["stages"] if one["name"] not in plan), None):
+        raise DamagedError(f"{stranger} is not a stage of the suite")
+    return tuple(
+        StageRecord(**one, settings=plan[one["name"]], seconds=times.get(one["name"]))
+        for one in bundle.record["stages"]
+    )
+
+
+def kept_in(bundle: Bundle) -> Kept:
+    """What the verdict in `bundle` follows from."""
+    record, plan = bundle.record, bundle.record["suite"]
+    return Kept(
+        suite=plan["name"],
+        protocol=plan["protocol"],
+        roles={stage["name"]: stage["role"] for stage in plan["stages"]},
+        threat=bundle.threat,
+        classes=tuple(record["classes"]),
+        samples=bundle.samples,
+        stages=stages_in(bundle),
+        signs=_signs_in(bundle),
+        curve=tuple(CurvePoint(**point) for point in record["curve"]),
+        random=record["random"],
+        escalated=record["verdict"]["escalated"],
+        cut={name: (done, planned) for name, (done, planned) in record["cut"].items()},
+        look_cut=None if record["look_cut"] is None else (record["look_cut"][0], record["look_cut"][1]),
+    )
+
+
+def _signs_in(bundle: Bundle) -> dict[str, Tensor]:
+    """The columns of signs.safetensors. Empty for a protocol, whose attacks nothing checks."""
+    if (SIGNS_FILE in bundle.record["files"]) == bundle.record["suite"]["protocol"]:
+        there = "a protocol measures no sign" if bundle.record["suite"]["protocol"] else "it is not there"
+        raise DamagedError(f"{SIGNS_FILE}: expected it for a cascade alone, and {there}")
+    if bundle.record["suite"]["protocol"]:
+        return {}
+    part, n = bundle.tensors(SIGNS_FILE), bundle.record["total"]
+    rows, broken = part.get("rows"), part.get("broken")
+    if rows is None or rows.dtype != torch.int64 or rows.dim() != 1 or not bool(((rows >= 0) & (rows < n)).all()):
+        raise DamagedError(f"{SIGNS_FILE}: expected a list of rows between 0 and {n - 1}")
+    if broken is None or broken.dtype != torch.bool or broken.shape != rows.shape:
+        raise DamagedError(f"{SIGNS_FILE}: expected for each row whether the pilot broke it")
+    for name, column in part.items():
+        if name in ("rows", "broken"):
+            continue
+        if name.removesuffix(", of") not in SIGNS and bundle.version == steelman.__version__:
+            raise DamagedError(f"{SIGNS_FILE}: no sign is called {name[:40]!r}")
+        of = part.get(name if name.endswith(", of") else f"{name}, of")
+        good = column.dim() == 1 and column.dtype == (torch.bool if of is None else torch.int64)
+        # A sign has a value for each sample or point, or a count for each batch.
+        enough = len(column) >= (len(rows) if of is None else min(len(rows), 1))
+        if not good or not enough or bool((column.long() < 0).any()) or (of is not None and of.shape != column.shape):
+            raise DamagedError(f"{SIGNS_FILE}: expected a list of what was measured as {name!r}")
+    return part
 
 
 def right_of(samples: dict[str, Tensor], classes: int) -> tuple[int, ...]:
@@ -97,6 +160,13 @@ def times_in(folder: Path) -> dict[str, float]:
     if not isinstance(found, dict) or not all(_is_time(value) for value in found.values()):
         return {}
     return found
+
+
+def check_times(bundle: Bundle) -> None:
+    """Raise if times.json is there, and holds anything but a time for the clean answers and for each stage."""
+    path, names = bundle.folder / TIMES, {"clean", *(stage["name"] for stage in bundle.record["stages"])}
+    if path.exists() and times_in(bundle.folder).keys() != names:
+        raise DamagedError(f"{path}: expected a time for each of {', '.join(sorted(names))[:200]}")
 
 
 def _is_time(value: Any) -> bool:

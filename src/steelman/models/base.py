@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from steelman.errors import UserError
 
 Shape = tuple[int, int, int]
+WIDEST = 1 << 16
 
 
 class Backbone(nn.Module):
@@ -31,8 +32,8 @@ class Backbone(nn.Module):
         if min(shape[1:]) < smallest:
             name = type(self).__name__
             raise UserError(f"{name} expects images of at least {smallest}x{smallest}, got {shape[1]}x{shape[2]}")
-        if not _is_count(width):
-            raise UserError(f"expected a width that is a positive integer, got {width!r}")
+        if not _is_count(width) or width > WIDEST:
+            raise UserError(f"expected a width that is a positive integer of at most {WIDEST:,}, got {width!r}")
         self.input_shape = (shape[0], shape[1], shape[2])
 
     if TYPE_CHECKING:  # PyTorch types the call of a module as Any

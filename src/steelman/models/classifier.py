@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from steelman.bounded import shown
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.heads import Head, build_head, embed
 from steelman.imports import imported
 from steelman.models.base import check_images
 from steelman.progress import say
 
-MOST_BYTES = 1 << 34
+MOST_BYTES, MOST_WEIGHTS = 1 << 34, 1 << 32  # of a file, and of a model: both take 16 GB
 
 
 class Classifier(nn.Module):
@@ -111,6 +111,9 @@ def build_described(
     name, options = spec["name"], dict(spec["options"])
     mean, std = tuple(spec["mean"]), tuple(spec["std"])
     head_name, head_options = head["name"], dict(head["options"])
+    for kind, given, own in (("model", options, {"input_shape"}), ("head", head_options, {"features", "num_classes"})):
+        if wrong := own & given.keys():
+            raise UserError(f"{sorted(wrong)[0]}: expected options of the {kind}; the images and the classes decide it")
     if ":" in name:
         if mean != (0.0,) or std != (1.0,):
             raise UserError(f"mean and std: {name} normalises its own input; expected neither, got {mean} and {std}")
@@ -123,17 +126,32 @@ def build_described(
         if head_name != "linear" or head_options:
             embed(model, head_name, **head_options)
         return model
-    for kind, given, own in (("model", options, {"input_shape"}), ("head", head_options, {"features", "num_classes"})):
-        if wrong := own & given.keys():
-            raise UserError(f"{sorted(wrong)[0]}: expected options of the {kind}; the images and the classes decide it")
-    backbone = make("model", MODELS, name, {"input_shape": input_shape, **options})
-    built = build_head(head_name, backbone.features, num_classes, **head_options)
-    model = Classifier(backbone, built, input_shape, mean, std)
+
+    def classifier() -> Classifier:
+        backbone = make("model", MODELS, name, {"input_shape": input_shape, **options})
+        built = build_head(head_name, backbone.features, num_classes, **head_options)
+        return Classifier(backbone, built, input_shape, mean, std)
+
+    _check_size(name, classifier)
+    model = classifier()
     model.spec = {
         "model": {"name": name, "options": options, "mean": mean, "std": std, "weights": None},
         "head": {"name": head_name, "options": head_options},
     }
     return model
+
+
+def _check_size(name: str, build: Callable[[], nn.Module]) -> None:
+    """Refuse a model that is too large. It is first built without memory, or else its sizes could fill the memory."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            weights = sum(value.numel() for value in build().state_dict().values())
+    except UserError:
+        raise
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"the model {name} cannot be built with these options: {_first_line(error)[:200]}") from None
+    if weights > MOST_WEIGHTS:
+        raise UserError(f"the model {name}: expected at most {MOST_WEIGHTS:,} weights, got {weights:,}")
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
@@ -149,7 +167,9 @@ def load_state(path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} is damaged or is not a safetensors file: {_first_line(error)}") from None
     try:
         _check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        # A pickle can ask for more bytes than the file has. A file in memory sets none aside for that.
+        file = path if zipfile.is_zipfile(path) else io.BytesIO(path.read_bytes())
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here: pickle, zip, EOF and runtime errors
         raise UserError(f"{path} is not a plain state dict: {_first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steelman.attacks.base import Mode, untouched
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 
 Numbers = float | Sequence[float]
 Size = int | tuple[int, int]
@@ -40,7 +40,7 @@ class Wrapped(nn.Module):
         if not isinstance(model, nn.Module):
             raise UserError(f"wrap: expected a torch.nn.Module, got {type(model).__name__}")
         if logits is not None and (isinstance(logits, bool) or not (isinstance(logits, str | int) or callable(logits))):
-            raise UserError(f"logits: expected a key, an index, an attribute's name or a function, got {logits!r}")
+            raise UserError(f"logits: expected a key, an index, an attribute's name or a function, got {shown(logits)}")
         self.model = model
         self.size = _pair(size)
         self.logits = logits
@@ -273,7 +273,7 @@ def _pair(size: object) -> tuple[int, int] | None:
         return None
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in pair):
-        raise UserError(f"size: expected a whole number of at least 1, or two of them (H, W), got {size!r}")
+        raise UserError(f"size: expected a whole number of at least 1, or two of them (H, W), got {shown(size)}")
     return pair[0], pair[1]
 
 
@@ -282,7 +282,7 @@ def _values(name: str, given: Any) -> list[float]:
     values = list(plain) if isinstance(plain, tuple | list) else [plain]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise UserError(f"{name}: expected a number, or one for each channel, got {given!r}")
+            raise UserError(f"{name}: expected a number, or one for each channel, got {shown(given)}")
     if not values:
         raise UserError(f"{name}: expected a number, or one for each channel, got none")
     return [float(value) for value in values]

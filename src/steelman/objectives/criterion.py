@@ -11,8 +11,9 @@ from lightning_fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from steelman.arguments import check_plain, model_of, number_of
 from steelman.attacks.base import check_range
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.heads import Head
 from steelman.models.batchnorm import AuxiliaryNorm
 from steelman.models.features import parallel
@@ -80,9 +81,11 @@ class Criterion:
         net: nn.Module | None = None,
     ) -> None:
         check_kinds(objective, model, threat)
-        _check(label_smoothing, steps)
+        _check(label_smoothing, steps, seed)
         self.objective, self.model, self.threat = objective, model, threat
-        self.net = bare(model) if net is None else net
+        if eps is not None and not callable(eps):
+            number_of("eps", eps, "a radius or a schedule")
+        self.net = bare(model) if net is None else model_of("net", net)
         self.key, self.label_smoothing, self.eps, self.steps = Key(seed), label_smoothing, eps, steps
         self.awp, self.helper = awp, helper
         self.step = self.seen = 0
@@ -115,8 +118,10 @@ class Criterion:
         self._check_batch(x, y)
         share = self._share(progress)
         radius = self._radius(share, eps)
-        if index is not None and (not isinstance(index, Tensor) or index.shape != y.shape):
+        if index is not None and (not isinstance(index, Tensor) or index.shape != y.shape or index.is_floating_point()):
             raise UserError(f"index: expected a tensor with the place of each of the {len(y)} samples")
+        if index is not None:
+            check_plain("index", index)
         batch = Batch(
             x=x,
             y=y,
@@ -208,7 +213,7 @@ class Criterion:
     def _share(self, progress: float | None) -> float:
         """The share of the training that is done."""
         if progress is not None:
-            if not 0 <= progress <= 1:
+            if not 0 <= number_of("progress", progress, "the share of the training that is done, 0 .. 1") <= 1:
                 raise UserError(f"progress: expected the share of the training that is done, 0 .. 1, got {progress!r}")
             return float(progress)
         if self.steps is None:
@@ -235,7 +240,13 @@ class Criterion:
         return f"{type(self.objective).__name__}.{own}" if own else ""
 
     def _radius(self, share: float, eps: float | None) -> float:
-        radius = eps if eps is not None else self.threat.eps if self.eps is None else value_at(self.eps, share)
+        radius = (
+            number_of("eps", eps)
+            if eps is not None
+            else self.threat.eps
+            if self.eps is None
+            else value_at(self.eps, share)
+        )
         if not 0 <= radius <= self.threat.eps * (1 + 1e-9):
             raise UserError(f"eps: expected a radius of 0 up to the threat's {self.threat.eps:g}, got {radius:g}")
         return float(radius)
@@ -290,7 +301,8 @@ class Criterion:
         for what, value in (("images", x), ("labels", y)):
             if not isinstance(value, Tensor):
                 raise UserError(f"expected {what} as a tensor, got {type(value).__name__}")
-        if x.dim() < 2 or not x.is_floating_point() or not len(x):
+            check_plain(what, value)
+        if x.dim() < 2 or not x.is_floating_point() or not x.numel():
             raise UserError(f"expected floating-point images (N, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
         if y.dtype != torch.int64 or y.shape != x.shape[:1]:
             raise UserError(f"expected {len(x)} labels in int64, got {y.dtype} of shape {tuple(y.shape)}")
@@ -336,15 +348,16 @@ def check_kinds(objective: object, model: object, threat: object) -> None:
         hint = "; call it first" if isinstance(objective, type) and issubclass(objective, Objective) else ""
         got = objective.__name__ if isinstance(objective, type) else type(objective).__name__
         raise UserError(f"objective: expected one such as steelman.PGDAT(), got {got}{hint}")
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    model_of("model", model)
     if not isinstance(threat, ThreatModel):
         raise UserError(f"threat: expected a steelman.ThreatModel, got {type(threat).__name__}")
 
 
-def _check(label_smoothing: object, steps: object) -> None:
+def _check(label_smoothing: object, steps: object, seed: object) -> None:
     """Refuse numbers out of their range."""
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing < 1:
-        raise UserError(f"label_smoothing: expected a share of at least 0 and below 1, got {label_smoothing!r}")
+        raise UserError(f"label_smoothing: expected a share of at least 0 and below 1, got {shown(label_smoothing)}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UserError(f"seed: expected a whole number, got {shown(seed)}")
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise UserError(f"steps: expected a number of steps of at least 1, got {steps!r}")
+        raise UserError(f"steps: expected a number of steps of at least 1, got {shown(steps)}")

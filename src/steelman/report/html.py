@@ -98,7 +98,16 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (text.percent, text.bounds, text.accuracy, radius, text.norm_name, text.options, text.seconds):
+    for function in (
+        text.ball,
+        text.percent,
+        text.bounds,
+        text.accuracy,
+        radius,
+        text.norm_name,
+        text.options,
+        text.seconds,
+    ):
         environment.filters[function.__name__] = function
     environment.filters["seconds_of"] = seconds_of
     environment.tests["attack"] = lambda name: name not in (CLEAN, WORST)

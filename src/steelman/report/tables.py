@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from steelman.evaluation.result import Evaluation, radius
+from steelman.evaluation.result import Evaluation
 from steelman.report.entry import Entry
-from steelman.report.text import accuracy, columns, groups, norm_name
+from steelman.report.text import accuracy, ball, columns, groups
 
 _COLOURS = {"sound": "bold green", "suspect": "bold yellow", "invalid": "bold red"}
 
@@ -54,8 +54,9 @@ def verdict_text(evaluation: Evaluation) -> Text:
         return Text()
     # Text, not markup: rich would hide a part in brackets of a reason or of a suite's name.
     text = Text(f"Robust accuracy {accuracy(verdict)}", style="bold")
-    ball = f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}"
-    text.append(f"  n = {verdict.total}, {ball}, suite {verdict.suite}, seed {evaluation.seed}\n", style="not bold")
+    text.append(
+        f"  n = {verdict.total}, {ball(evaluation)}, suite {verdict.suite}, seed {evaluation.seed}\n", style="not bold"
+    )
     bound = verdict.protocol and verdict.trust == "sound"
     word, colour = ("upper bound", "bold cyan") if bound else (verdict.trust, _COLOURS[verdict.trust])
     text.append("Trust: ", style="not bold")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, radius, share_of
+from steelman.evaluation.result import CurvePoint, Evaluation, Score, Verdict, grey_levels, radius, share_of
 from steelman.report.entry import CLEAN, WORST, Entry
 
 UNNAMED = "custom"  # the name of a suite of attacks that the user chose one by one
@@ -53,6 +53,12 @@ def norm_name(norm: str) -> str:
     'L∞'
     """
     return _NORMS.get(norm, norm)
+
+
+def ball(evaluation: Evaluation) -> str:
+    """The threat model of an evaluation: norm and radius, also in grey levels."""
+    levels = grey_levels(evaluation.norm, evaluation.eps, evaluation.low, evaluation.high)
+    return f"{norm_name(evaluation.norm)}, eps = {radius(evaluation.eps)}" + (f" ({levels})" if levels else "")
 
 
 def options(settings: Mapping[str, Any]) -> str:

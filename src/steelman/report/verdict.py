@@ -36,6 +36,17 @@ _LOOKED_FOR = {  # the text of a flag that is not raised: what its check measure
     "gradient should do better.",
     "transfer stronger": "Share of the samples tried that points made for another model break and gradients of this "
     "one do not.",
+    "grey levels stronger": "Share of the samples tried that points of whole grey levels break and other gradient "
+    "attacks do not.",
+    "few pixels stronger": "Share of the samples tried that attacks on few pixels break and attacks on all pixels do "
+    "not.",
+    "small moves stronger": "Share of the samples tried that attacks within a smaller radius break and attacks within "
+    "the whole radius do not.",
+    "patches stronger": "Share of the samples tried that attacks on whole patches break and attacks on single pixels "
+    "do not.",
+    "company answers": "Share of the points tried that get another answer in another batch.",
+    "gradient answers": "Share of the points tried that get another answer when a gradient is asked for.",
+    "remembered answers": "Share of the points tried that get another answer from a fresh copy of the model.",
     "random answers": "Share of the points tried that get another answer when the model is asked again.",
     "undefined answers": "Share of the points tried that the model answers with NaN or infinity.",
     "coarse answers": "Share of the points tried where the logits differ by less than roundings, so that which class "

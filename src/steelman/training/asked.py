@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from steelman.data.augment import Augmentation, NoAugment
 from steelman.data.source import ArraySource, Source
-from steelman.errors import UserError
+from steelman.errors import LONGEST, UserError
 from steelman.evaluation.stages import Suite, describe
 from steelman.evidence.bundle import weights_digest
 from steelman.objectives.base import Objective
@@ -105,6 +105,21 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def _at_difference(value: object, other: object) -> str:
+    """A value as text. Of a long one, the part where it begins to differ from the `other`."""
+    text, length = str(value), _alike(str(value), str(other))
+    start = max(0, length - LONGEST // 2)
+    if len(text) <= 2 * LONGEST:
+        return text
+    return ("..." if start else "") + text[start : start + LONGEST] + ("..." if start + LONGEST < len(text) else "")
+
+
+def _alike(text: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
 def begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished", "finished"]:
     """Make the run's folder, or find the run of the same call in it."""
     mark = place / "fit.json"
@@ -119,7 +134,8 @@ def begin(place: Path, asked: Mapping[str, Any]) -> Literal["new", "unfinished",
         key = different[0]
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(
-            f"{place} holds the run of another call: its {key} is {kept.get(key)}, and that of this call is "
-            f"{asked[key]}{more}; choose another folder, or delete it"
+            f"{place} holds the run of another call: its {key} is {_at_difference(kept.get(key), asked[key])}, and "
+            f"that of this call is {_at_difference(asked[key], kept.get(key))}{more}; choose another folder, or "
+            "delete it"
         )
     return "finished" if (place / "run.json").exists() else "unfinished"

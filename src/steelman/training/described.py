@@ -25,7 +25,9 @@ Real = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Options = dict[str, Any]
-PLAIN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # their state has the shapes of the weights
+# What these optimisers keep of each weight: tensors of its shape, and the number of the step.
+MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+KEPT = {torch.optim.SGD: frozenset({"momentum_buffer"}), torch.optim.Adam: MOMENTS, torch.optim.AdamW: MOMENTS}
 
 
 class _Strict(pydantic.BaseModel):
@@ -200,17 +202,28 @@ def check_processes(state: Mapping[str, Any], what: str) -> None:
             raise UserError(f"{what}: {name} does not have a row for each process")
 
 
+def _kept_fits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether an optimiser keeps what it should of a weight: everything or nothing, in the weight's shape."""
+    kept = optimizer.state.get(parameter, {})
+    return not kept or (
+        kept.keys() == KEPT[type(optimizer)]
+        and all(
+            (name == "momentum_buffer" and value is None)
+            or (isinstance(value, Tensor) and (value.shape, value.dtype) == (parameter.shape, parameter.dtype))
+            or (isinstance(value, Tensor) and name == "step" and (value.shape, value.dtype) == ((), torch.float32))
+            for name, value in kept.items()
+        )
+    )
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], what: str) -> None:
     """Give an optimiser its saved state. torch itself would take tensors of any shape, and fail at the next step."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     options = [group.keys() for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(dict(state))
-        fits = [group.keys() for group in optimizer.param_groups] == options and all(
-            value.shape in ((), parameter.shape) and value.is_floating_point()
-            for parameter in (parameters if isinstance(optimizer, PLAIN) else ())
-            for value in optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Tensor)
+        fits = [group.keys() for group in optimizer.param_groups] == options and (
+            type(optimizer) not in KEPT or all(_kept_fits(optimizer, parameter) for parameter in parameters)
         )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"{what}: its optimiser cannot be read ({str(error).splitlines()[0]})") from None

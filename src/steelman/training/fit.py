@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from steelman.arguments import check_call, model_of, path_of
 from steelman.attacks.base import logits_of, untouched
 from steelman.attacks.eot import EOT
 from steelman.data import Dataset
 from steelman.data.augment import Augmentation, NoAugment
 from steelman.data.source import Source, split
 from steelman.data.torch_dataset import TorchSource, as_source
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 from steelman.evaluation.checks import check_contract
 from steelman.evaluation.evaluate import check_outputs
 from steelman.evaluation.stages import Suite
@@ -107,7 +108,7 @@ def fit(
     net, sentence = detected(bare(model), x)
     if sentence:
         console.print(sentence, highlight=False, soft_wrap=True)
-    classes = check_contract(net, train, threat, torch.device("cpu"))
+    classes = check_contract(net, train, threat, torch.device("cpu"), tiny_eps=chosen.tiny_eps)
     if not chosen.more_outputs:
         check_outputs(train, classes)
     _check_measurable(net, x, chosen)
@@ -201,18 +202,17 @@ def _check(
         ("settings", settings, RunSettings, "a RunSettings, such as RunSettings(training=Training(epochs=20))"),
         ("helper", helper, nn.Module, "a torch.nn.Module"),
         ("console", console, Console, "a rich.console.Console"),
-        ("out", out, str | Path, "the path of a folder"),
     ):
         if value is not None and not isinstance(value, kind):
             raise UserError(f"{name}: expected {expected}, got {type(value).__name__}")
-    if augment is not None and (isinstance(augment, type) or not isinstance(augment, Augmentation)):
-        raise UserError(f"augment: expected one such as CropFlip(), called with (x, index, key), got {augment!r}")
+    if augment is not None:
+        check_call("augment", augment, "one such as CropFlip(), called with (x, index, key)", "x", "index", "key")
     if resume not in ("exact", "plain"):
-        raise UserError(f"resume: expected 'exact' or 'plain', got {resume!r}")
-    assert isinstance(model, nn.Module)
-    values = [*model.parameters(), *model.buffers()]
-    if any(value.is_meta for value in values):
-        raise UserError("the model has no weights: they are on the meta device; make it on another device")
+        raise UserError(f"resume: expected 'exact' or 'plain', got {shown(resume)}")
+    if out is not None:
+        path_of("out", out)
+    net = model_of("model", model)
+    values = [*net.parameters(), *net.buffers()]
     if any(value.dtype == torch.float64 for value in values):
         raise UserError("the model is in float64, and images are in float32: call model.float()")
 

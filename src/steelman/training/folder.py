@@ -26,14 +26,16 @@ from rich.console import Console
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from steelman.arguments import model_of, path_of
 from steelman.attacks import Attack
 from steelman.data.source import Source
-from steelman.errors import UserError, resume_command
+from steelman.errors import UserError, resume_command, shown
 from steelman.evaluation.evaluate import evaluate, versions
 from steelman.evaluation.result import Evaluation, Verdict
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_of
 from steelman.evidence.bundle import GIVEN, OWN, finished, read_bundle, weights_digest
+from steelman.evidence.ledger import tidy
 from steelman.files import sweep, write_atomic, write_folder
 from steelman.imports import check_allowed
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
@@ -109,11 +111,15 @@ def load(place: Path | str, model: nn.Module | None = None, *, allow_import: Col
     gets the kept weights. `allow_import` are the modules that may be imported if the folder names a factory of theirs.
     Without it, no code that a folder names is imported: the run then has no model.
     """
-    if str(place).startswith("hf:"):
+    if isinstance(place, str) and place.startswith("hf:"):
         from steelman.models.hub import pull
 
-        place = pull(str(place))
-    folder = Path(place)
+        place = pull(place)
+    folder = path_of("place", place)
+    if model is not None:
+        model_of("model", model)
+    if not isinstance(allow_import, Collection):
+        raise UserError(f"allow_import: expected a list of modules, got {shown(allow_import)}")
     if not (folder / "run.json").is_file():
         begun = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
         hint = (
@@ -129,6 +135,11 @@ def load(place: Path | str, model: nn.Module | None = None, *, allow_import: Col
         missing = problem
     else:
         kept, _ = load_model(folder, allow_import)
+    return dataclasses.replace(without_model(folder), kept=kept, missing=missing)
+
+
+def without_model(folder: Path) -> Run:
+    """A finished run as its report shows it. No model is built."""
     attacked = folder / GIVEN
     both = finished(folder / OWN) and finished(attacked)
     return Run(
@@ -136,8 +147,6 @@ def load(place: Path | str, model: nn.Module | None = None, *, allow_import: Col
         history=tuple(run_file(folder / "run.json")["history"]),
         evaluation=Evaluation.load(folder / OWN if finished(folder / OWN) else attacked),
         attacked=Evaluation.load(attacked) if both else None,
-        kept=kept,
-        missing=missing,
     )
 
 
@@ -241,6 +250,9 @@ def make_folder(folder: Path, name: str, content: bytes) -> None:
 def mend(folder: Path) -> None:
     """Before a run goes on: delete what a killed process left half written, and write what it had no time to write."""
     sweep(folder, FILES)
+    for name in (OWN, GIVEN):
+        if (folder / name).is_dir():
+            tidy(folder / name)
     if not (folder / "environment.json").exists():
         write_atomic(folder / "environment.json", _environment())
 

@@ -13,10 +13,14 @@ from steelman.errors import UserError
 from steelman.models.batchnorm import Branch
 from steelman.objectives.awp import AWP
 from steelman.schedules import Resets, Scheduled, Warmup, lowest
-from steelman.settings import Count, Number, SettingsError, named, settings
+from steelman.settings import Count, Number, SettingsError, at_most, named, settings
 
 NonNegative = Annotated[Number, Field(ge=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
+BatchSize = Annotated[Count, at_most(1_000_000)]
+Epochs = Annotated[Count, at_most(1_000_000)]
+Processes = Annotated[Count, at_most(10_000)]
+Seed = Annotated[int, at_most(2**64 - 1), Field(ge=-(2**63))]
 
 
 @runtime_checkable
@@ -101,12 +105,12 @@ class Compute:
     """Device, precision and processes, as Lightning Fabric names them."""
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: Count | Literal["auto"] = 1
-    nodes: Count = 1
+    devices: Processes | Literal["auto"] = 1
+    nodes: Processes = 1
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     channels_last: bool = False
     compile: bool = False
-    workers: NonNegativeInt = 0
+    workers: Annotated[NonNegativeInt, at_most(1000)] = 0
 
 
 @settings
@@ -122,7 +126,7 @@ class Around:
     label_smoothing: Decay = 0.0
     clip: Annotated[Number, Field(gt=0)] | None = None
     awp: AWP | None = None
-    patience: Count | None = None
+    patience: Epochs | None = None
     auxiliary_norm: Branch | None = None
 
 
@@ -139,8 +143,8 @@ class Training:
     the radius's schedule ``resets``.
     """
 
-    epochs: Count = 10
-    batch_size: Count = 128
+    epochs: Epochs = 10
+    batch_size: BatchSize = 128
     optimizer: Annotated[Optimizer, named("optimizer", OPTIMIZERS)] = SGD()
     lr: Scheduled = 0.1
     eps: Scheduled | None = None
@@ -148,7 +152,7 @@ class Training:
     ema: Decay | None = None
     select: Literal["best", "last", "cycles"] = "best"
     save_minutes: Annotated[Number, Field(gt=0)] = 5.0
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _never_negative(self) -> Training:

@@ -104,6 +104,7 @@ class Trainer:
         if resume:
             self.restore()
         progress, stopped = self.progress, self._reason_to_stop()
+        restored = progress.step if resume and self.criterion.carry else -1
         self.recorder = self._recorder()
         self._advise()
         saved = time.monotonic()
@@ -112,7 +113,7 @@ class Trainer:
                 while progress.epoch < self.training.epochs and not stopped:
                     started = time.monotonic() - progress.seconds
                     for x, y, index in self.batches_left(request):
-                        loss = self.step(x, y, index)
+                        loss = self._step_after(restored, x, y, index)
                         progress.seconds = time.monotonic() - started
                         if not math.isfinite(loss):
                             stopped = self._diverged(loss)
@@ -161,6 +162,20 @@ class Trainer:
             # A stop signal to all processes also ends those that read images. All steps until then are complete.
             self.save()
             raise TrainingInterruptedError(request.number, self.folder) from None
+
+    def _step_after(self, restored: int, x: Tensor, y: Tensor, index: Tensor) -> float:
+        """A step. The first one after a resume may show that what the objective carries is damaged."""
+        if self.progress.step != restored:
+            return self.step(x, y, index)
+        try:
+            return self.step(x, y, index)
+        except UserError:
+            raise
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+            raise UserError(
+                f"the checkpoint in {self.folder} is damaged: the objective cannot go on with what it carried "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     def step(self, x: Tensor, y: Tensor, index: Tensor) -> float:
         """Make one step of the optimiser, and return the batch's loss."""
