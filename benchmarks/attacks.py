@@ -574,7 +574,7 @@ def main() -> None:
         "- Square: `rescale` is on, as in the peers. The default here is off, as in AutoAttack.",
         f"- Rows that all libraries together do in {AGAIN:.0f} s were run twice in turn. The better pass counts.",
         "- FGSM here also asks whether it succeeded. That is one forward more than the peers' single step.",
-        "- SPSA: what torchattacks calls 32 samples are 32 pairs.",
+        "- SPSA: `nb_sample=32` of torchattacks means 32 pairs of queries.",
         "- Square in l2: ART divides by the norm of a window where the paper multiplies by it. So each of its bumps",
         "  takes most of the radius. `whole` does that here, and is compared with ART. The paper's way is compared",
         "  with torchattacks.",

@@ -296,8 +296,8 @@ def page(
         "",
         "## Time",
         "",
-        "CPU seconds of an epoch relative to PGD-AT with a linear head, replays included: medians over "
-        f"{len(next(iter(seconds.values())))} batches, each taken in turn with the others', one thread.",
+        "CPU seconds of an epoch relative to PGD-AT with a linear head, replays included. Each is a median over "
+        f"{len(next(iter(seconds.values())))} batches. The methods took turns after each batch, on one thread.",
         "",
         f"A hypersphere head's extra time: median {statistics.median(every):+.1%} over {len(every)} pairs of batches",
         f"(95% bootstrap interval of the median {low:+.1%} .. {high:+.1%}). With the larger `{LARGER}` and PGD-AT:",

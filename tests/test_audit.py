@@ -82,10 +82,8 @@ def test_honest_evidence_passes(honest: Path) -> None:
     assert claimed > 90
     found = audited(honest, 80).audit
     assert found is not None
-    assert (found.claimed, found.drawn, found.fell, found.trust, found.rejected) == (claimed, 80, (), "sound", False)
-    assert found.text.startswith(
-        "none of 80 fell to suite quick, the evidence's own (salt s): with 95% confidence less"
-    )
+    assert (found.claimed, found.drawn, found.broken, found.trust, found.rejected) == (claimed, 80, (), "sound", False)
+    assert found.text.startswith("suite quick, the evidence's own (salt s) broke none of 80: with 95% confidence less")
     assert found == audited(honest, 80).audit, "the same salt is the same audit"
     whole = audited(honest, 10**6).audit
     assert whole is not None
@@ -98,14 +96,14 @@ def test_what_no_checksum_finds_the_audit_finds(honest: Path, tmp_path: Path) ->
     rows = declare_robust(copy, FORGED)
     assert verify(copy, model=a_model(), source=data()).page == "", "nothing else contradicts it, not even its page"
     for salt in ("a", "b", "c"):
-        with pytest.raises(DamagedError, match=r"of 100 fell \(samples") as caught:
+        with pytest.raises(DamagedError, match=r"broke \d+ of 100 \(samples") as caught:
             audited(copy, 100, salt)
         said = str(caught.value)
-        fell = [
+        broken = [
             int(word) for word in said.split("(samples ", 1)[1].split(")", 1)[0].replace(" and more", "").split(", ")
         ]
-        assert fell
-        assert set(fell) <= set(rows), "only forged samples fall"
+        assert broken
+        assert set(broken) <= set(rows), "only forged samples are broken"
         assert f"(salt {salt})" in said
         assert "more than chance explains if 2% of the claims are false" in said
 
@@ -115,7 +113,7 @@ def test_one_false_claim_is_reported_and_not_enough_to_reject(honest: Path, tmp_
     rows = declare_robust(copy, 1)
     found = audited(copy, 10**6).audit
     assert found is not None
-    assert found.fell == tuple(rows)
+    assert found.broken == tuple(rows)
     assert not found.rejected
     assert "other noise may break a few samples of honest evidence" in found.text
 
@@ -158,39 +156,48 @@ def test_the_draw_depends_on_seal_and_salt() -> None:
     assert torch.equal(one.sort().values, rows)
 
 
-@pytest.mark.parametrize(("fell", "drawn", "claimed"), [(0, 10, 30), (0, 1, 2), (3, 10, 30), (10, 10, 30), (1, 29, 30)])
-def test_the_interval_is_exact(fell: int, drawn: int, claimed: int) -> None:
+@pytest.mark.parametrize(
+    ("broken", "drawn", "claimed"), [(0, 10, 30), (0, 1, 2), (3, 10, 30), (10, 10, 30), (1, 29, 30)]
+)
+def test_the_interval_is_exact(broken: int, drawn: int, claimed: int) -> None:
     """Compared with a search through every number of false claims."""
-    tail = 0.05 if fell == 0 else 0.025
+    tail = 0.05 if broken == 0 else 0.025
     fits = [
         false
-        for false in range(fell, claimed - (drawn - fell) + 1)
-        if hypergeom.cdf(fell, claimed, false, drawn) > tail
-        and (fell == 0 or hypergeom.sf(fell - 1, claimed, false, drawn) > tail)
+        for false in range(broken, claimed - (drawn - broken) + 1)
+        if hypergeom.cdf(broken, claimed, false, drawn) > tail
+        and (broken == 0 or hypergeom.sf(broken - 1, claimed, false, drawn) > tail)
     ]
-    assert false_claims(fell, drawn, claimed) == (min(fits), max(fits))
-    assert false_claims(fell, claimed, claimed) == (fell, fell)
+    assert false_claims(broken, drawn, claimed) == (min(fits), max(fits))
+    assert false_claims(broken, claimed, claimed) == (broken, broken)
 
 
 def an_audit(**changes: Any) -> Audit:
-    given: dict[str, Any] = {"claimed": 1140, "drawn": 100, "fell": (), "suite": "standard", "own": False, "salt": "x"}
+    given: dict[str, Any] = {
+        "claimed": 1140,
+        "drawn": 100,
+        "broken": (),
+        "suite": "standard",
+        "own": False,
+        "salt": "x",
+    }
     given = {**given, "trust": "sound", "reasons": (), "contradicted": False, **changes}
-    low, high = false_claims(len(given["fell"]), given["drawn"], given["claimed"])
+    low, high = false_claims(len(given["broken"]), given["drawn"], given["claimed"])
     return Audit(**given, low=low, high=high)
 
 
 def test_the_sentences() -> None:
-    start = "none of 100 fell to suite standard, not the evidence's own (salt x): "
+    start = "suite standard, not the evidence's own (salt x) broke none of 100: "
     assert an_audit().text == start + "with 95% confidence less than 2.9% of the claimed 1,140 are false"
-    few = an_audit(fell=(4, 9))
+    few = an_audit(broken=(4, 9))
     assert not few.rejected
-    assert "2 of 100 fell (samples 4, 9) to suite" in few.text
+    assert "broke 2 of 100 (samples 4, 9)" in few.text
     assert few.text.endswith("another suite may break a few samples of honest evidence")
-    many = an_audit(fell=tuple(range(6)))
+    many = an_audit(broken=tuple(range(6)))
     assert many.rejected
-    assert not an_audit(fell=tuple(range(5))).rejected
-    assert not an_audit(claimed=22, drawn=10, fell=(3,)).rejected, "one of few may be chance"
-    assert an_audit(claimed=22, drawn=10, fell=(3, 4)).rejected
+    assert not an_audit(broken=tuple(range(5))).rejected
+    assert not an_audit(claimed=22, drawn=10, broken=(3,)).rejected, "one of few may be chance"
+    assert an_audit(claimed=22, drawn=10, broken=(3, 4)).rejected
     doubted = an_audit(trust="suspect", reasons=("no gradient",), contradicted=True)
     assert doubted.rejected
     assert doubted.text.endswith("the evidence says sound, and the audit's own evaluation is suspect; no gradient")

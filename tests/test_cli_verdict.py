@@ -409,7 +409,7 @@ def test_verify_audits(command: Command, fails: Fails, made: Path) -> None:
     claimed = read_bundle(Path(place)).record["robust_correct"]
     code, out, err = command(*words, "--reattack", "5", "--suite", "tiny", "--salt", "mine")
     assert (code, err) == (0, "")
-    assert "  audit: none of 5 fell to suite tiny, the evidence's own (salt mine): with 95% confidence less than" in out
+    assert "  audit: suite tiny, the evidence's own (salt mine) broke none of 5: with 95% confidence less than" in out
     assert "only an audit can show that" not in out
     salts = [re.search(r"\(salt (\w+)\)", command(*words, "--reattack", "5", "--suite", "tiny")[1]) for _ in range(2)]
     assert salts[0] is not None

@@ -65,7 +65,7 @@ def read_json(
 ) -> Any:
     """The value of a JSON file, or of JSON given as bytes or text.
 
-    Refused are: more than `most_bytes`, lists and mappings nested more than `deepest` times, a key twice in a mapping,
+    It refuses: more than `most_bytes`, lists and mappings nested more than `deepest` times, a key twice in a mapping,
     whole numbers of more than 64 bits, NaN, Infinity, NUL characters and unpaired surrogates.
 
     `what` names the source in errors; by default it is the path.
@@ -94,7 +94,7 @@ def read_yaml(
 ) -> Any:
     """The value of a YAML file, or of YAML given as bytes or text.
 
-    Refused are: more than `most_bytes`, lists and mappings nested more than `deepest` times, aliases, tags, a key twice
+    It refuses: more than `most_bytes`, lists and mappings nested more than `deepest` times, aliases, tags, a key twice
     in a mapping, whole numbers of more than 64 bits, NaN, infinity and NUL characters.
 
     `what` names the source in errors; by default it is the path.

@@ -26,8 +26,9 @@ class FAB(Search):
         steps: the steps for each start and target.
         restarts: the first starts from the clean image. The others start uniformly in a ball of half the radius eps. If
             distances are asked for, that is half the nearest distance so far.
-        targets: None looks at all wrong classes in each step, with K - 1 backward passes. A number runs towards that
-            many wrong classes of highest clean logit, one after the other, with one backward pass a step (FAB-T).
+        targets: None looks at all wrong classes in each step, with K - 1 backward passes. A number n takes the n wrong
+            classes of highest clean logit. It runs towards one after the other. A step then takes one backward pass
+            (FAB-T).
         together: whether these classes are run side by side. This is quicker for a few samples.
         final_search: the number of secant steps on the line from the clean image to the nearest point.
 

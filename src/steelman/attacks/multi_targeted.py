@@ -24,9 +24,9 @@ class MultiTargeted(Search):
     Arguments:
         targets: the number of classes: those of highest clean logit, the highest first. None means all K - 1 other
             classes.
-        candidates: if given, that many classes of highest logit are sorted by the distance of their linearised
-            boundaries from the image. As in DeepFool, the distance is (z_y - z_t) / ||grad (z_y - z_t)||_q. The
-            boundary of a class of low logit may be near.
+        candidates: a number n sorts the n classes of highest logit by distance, the nearest first. As in DeepFool, the
+            distance to a linearised boundary is (z_y - z_t) / ||grad (z_y - z_t)||_q. The boundary of a class of low
+            logit may be near.
         steps, step_size, decay, start: as in PGD.
 
     With a target class in the call, the search runs towards that class alone. A run takes steps + 1 forward passes and

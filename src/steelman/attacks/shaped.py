@@ -30,7 +30,7 @@ PATCHES = 8  # patches along a side of the image, if it has at least two pixels 
 class Shaped(Search):
     """Steps along the gradient of the margin, from the clean image: x' <- shape(project(x' + eta U_p(g))).
 
-    Every point that the model is asked about has the shape, the last one too.
+    The attack asks the model only about points that have the shape. The point that it returns has the shape too.
 
     Arguments:
         shape: "grid": all pixels are whole grey levels, as in an 8-bit file. "few": only the pixels with the largest

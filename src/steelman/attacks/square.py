@@ -24,7 +24,9 @@ from steelman.threat import Norm, ThreatModel
 HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 CHUNK = 64  # steps whose noise is drawn at once: more take memory, fewer take more calls
 PACE, SLACK = 4, 5.0  # chunks from one look at a sample's pace to the next, and how many times quicker it may become
-EARLY = 32  # a search looks one square further ahead after each 32 steps: late squares seldom help
+# Early squares often help, so most queries ahead of them would be wasted. Late squares seldom help. So after each 32
+# steps, a search asks about one more square at once.
+EARLY = 32
 Shape = tuple[int, int, int]
 
 
@@ -39,9 +41,9 @@ class Square(Search):
             not.
         whole: True lets an l2 bump take the whole radius before the rest is scaled down. ART does so in effect. In the
             paper, a bump takes what its windows had. With few queries, True can break more samples.
-        ahead: how many squares are asked about at once, each as if those before it had been refused. The squares after
-            the first that helps are asked about again. It is the same search in fewer and larger batches. It is quicker
-            for a few samples, and costs more queries.
+        ahead: the most squares that are asked about at once. Each is asked about as if those before it did not help. If
+            one helps, those after it are asked about again. The search is the same, in fewer and larger batches. It is
+            quicker for a few samples, and costs more queries.
         resign: True stops hopeless samples early. After each 256 squares the search looks at the gain of each sample
             over them. A sample leaves if even 5 times this gain, kept up to the end, would not break it.
 

@@ -15,7 +15,8 @@ from steelman.losses import magnitude, spread
 from steelman.threat import ThreatModel
 
 TRIED = 4  # images on which a model is tried
-LEAST_LEVELS = 0.5  # grey levels of the smallest radius that needs no word
+# The least radius, in grey levels. Below it, no 8-bit image can change, so every model would be robust.
+LEAST_LEVELS = 0.5
 # Logits are coarse if their spread is below this number of roundings: then chance decides which one is the largest.
 COARSE = 256
 

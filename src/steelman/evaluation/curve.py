@@ -108,7 +108,7 @@ def levels_off(points: tuple[CurvePoint, ...]) -> list[Flag]:
         flag(
             "accuracy levels off",
             left,
-            0.05,
+            max(0.05, 1 / points[0].correct),  # one sample out of a few could be chance
             "suspect",
             f"with a radius at which any image can become any other, {left:.0%} of the samples tried are robust; "
             "an attack that works breaks all",

@@ -154,7 +154,9 @@ def distance(
     batch_size: int = 256,
     seed: int = 0,
 ) -> Distances:
-    """Mean and median over the samples of min { ||x' - x||_p : f(x') != y }, as far as `attack` finds the minimum.
+    """Mean and median over the samples of min { ||x' - x||_p : f(x') != y }.
+
+    `attack` may miss the minimum, so each distance is an upper bound.
 
     A sample that the model gets wrong without an attack has distance 0. The attack's own claims do not count.
     Each of its points goes through the model again in full precision, and its distance is measured here. A point
@@ -257,7 +259,8 @@ def _checked(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, points
     """The distance of each point from its image: infinity if it is out of range, or if the model gets it right."""
     if points is None or points.shape != x.shape:
         raise UserError(f"expected nearest points of shape {tuple(x.shape)} from the attack")
-    boxed = ((points >= threat.low) & (points <= threat.high)).flatten(1).all(dim=1)  # False for NaN
+    # NaN fails both comparisons. A test for pixels outside the range would let NaN through.
+    boxed = ((points >= threat.low) & (points <= threat.high)).flatten(1).all(dim=1)
     safe = torch.where(boxed.view(-1, *[1] * (x.dim() - 1)), points, x)
     broken = predictions(model, safe, "adversarial") != y
     return torch.where(boxed & broken, norms(safe.double() - x.double(), threat.p), math.inf)

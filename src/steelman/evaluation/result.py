@@ -186,8 +186,9 @@ class StageRecord:
     """What one stage of a suite did: how many samples it attacked and broke, and its passes.
 
     Three counts are of points that were not counted: `outside` the threat model, with logits that are not finite, and
-    `refuted`. A refuted point is a success of the attack that full precision does not confirm. A copy of the model from
-    before the first question was asked about `witnessed` points, and gave another answer at `contradicted` of them.
+    `refuted`. A refuted point is a success of the attack that full precision does not confirm. The model was copied
+    before the first question. The copy was asked about `witnessed` points. Its answer was another one at
+    `contradicted` of them.
     """
 
     name: str

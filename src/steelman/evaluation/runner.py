@@ -197,7 +197,7 @@ class Runner:
         rows = ledger.robust.nonzero()[:, 0]
         if stage.role == "sentinel":
             if self.watched is None:
-                self.watched = self._drawn(rows, "sentinel")[: sentinel_size(stage.share, len(rows))]
+                self.watched = self._drawn(rows, "sentinel")[: sentinel_size(stage.share, len(rows), self.total)]
             return self.watched[ledger.robust[self.watched]].sort().values
         if stage.share >= 1:
             return rows

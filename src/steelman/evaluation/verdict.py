@@ -17,7 +17,7 @@ from steelman.evaluation.curve import levels_off
 from steelman.evaluation.masking import SIGNS, flag
 from steelman.evaluation.masking import flags_of as signs_raised
 from steelman.evaluation.result import CurvePoint, Flag, Role, StageRecord, Trust, Verdict
-from steelman.evidence.ledger import ROBUST, WRONG, pilot_size
+from steelman.evidence.ledger import ROBUST, SMALL, WRONG, pilot_size
 from steelman.threat import ThreatModel
 
 # For each flag that comes from the stages: its limit, whether one more sample may pass, the trust that the flag leaves,
@@ -90,8 +90,8 @@ class Kept:
 
     `roles` are the roles of the suite's stages, by name. `samples` are the columns of the ledger. `signs` are the
     columns of ``signs.safetensors``: the pilot's rows, which of them it broke, and each measured sign. `random` is True
-    if the model is. Where the time ran out, `cut` has (samples attacked, samples planned) of the stage, and `look_cut`
-    has the same of the pilot, or of the curve of a protocol.
+    if the model is. `cut` names the stages that ran out of time, with (samples attacked, samples planned).
+    `look_cut` is the same pair for the pilot, or for the curve of a protocol.
     """
 
     suite: str
@@ -179,7 +179,7 @@ def collapsed(kept: Kept) -> str:
 
 
 def notes_of(kept: Kept) -> tuple[str, ...]:
-    """Notes on points that were not counted, and on what the time cut short."""
+    """Notes on points that were not counted, on what the time cut short, and on the checks of a small set."""
     outside = [
         f"{stage.name}: {stage.outside} points outside the threat model were not counted"
         for stage in kept.stages
@@ -191,7 +191,21 @@ def notes_of(kept: Kept) -> tuple[str, ...]:
         + ("" if name == "curve" else "; the others count as robust")
         for name, (done, count) in {**kept.cut, **({before: kept.look_cut} if kept.look_cut else {})}.items()
     ]
-    return (*outside, *cut)
+    return (*outside, *cut, *_small(kept))
+
+
+def _small(kept: Kept) -> Iterator[str]:
+    """What the checks of a small set can miss."""
+    looked = len(kept.signs["rows"]) if "rows" in kept.signs else 0
+    if kept.protocol or kept.total >= SMALL or not looked:
+        return
+    # A fault in this share of the samples is in none of those looked at with a chance of 5%.
+    share = 1 - 0.05 ** (1 / looked)
+    yield f"a small set: the pilot looked at {looked} samples, so it may miss a lie about under {share:.0%}"
+    watch = [stage for stage in kept.stages if kept.roles[stage.name] == "sentinel"]
+    if watch:
+        robust = watch[0].left + watch[0].broken
+        yield f"a small set: the sentinel attacked {watch[0].attacked} of {robust} robust samples"
 
 
 def flags_of(kept: Kept) -> tuple[Flag, ...]:

@@ -4,15 +4,18 @@ Evidence cannot show that a sample is robust. So a forger can declare broken sam
 contradicts it. An audit draws samples by a number that depends on the seal and on a salt of the auditor. Nobody who
 made the evidence could know it. The drawn samples are attacked with a suite of the auditor's choice.
 
-**The interval.** Of N claimed samples, n are drawn without replacement, and k fall. The number of false claims among
-the N then has an exact hypergeometric interval. If none falls, it is the one-sided 95% bound. If some fall, it is the
+**The interval.** Of N claimed samples, n are drawn without replacement, and k are broken. The number of false claims
+among the N then has an exact hypergeometric interval. If none is broken, it is the one-sided 95% bound. Else it is the
 two-sided 95% interval.
 
-**The rule.** A few claims of honest evidence may fall: another seed or a stronger suite finds a little more. So there
-are two conditions on which evidence is rejected. First, the lower end of the 95% Clopper-Pearson interval of k of n is
-above PLAUSIBLE. This interval tells chance from forgery also where few samples are claimed, and the one above does not.
-Second, the evidence claims a sound verdict of a cascade, and the audit's own evaluation raises a flag that lowers the
-trust. Every sample that falls is reported.
+**The rule.** A few claims of honest evidence may be false: another seed or a stronger suite breaks a few more. So
+evidence is rejected in two cases only:
+
+- The lower end of the 95% Clopper-Pearson interval of k of n is above PLAUSIBLE. With few claimed samples, this
+  interval still tells chance from forgery. The interval above does not.
+- The evidence claims a sound verdict of a cascade, and the audit's own evaluation raises a flag that lowers the trust.
+
+Every broken sample is reported.
 """
 
 from __future__ import annotations
@@ -45,13 +48,14 @@ SHOWN = 20  # samples that a sentence names
 class Audit:
     """The result of an audit. `low` and `high` are the ends of the interval of the number of false claims.
 
-    `fell` are the rows of the samples that fell. `own` tells whether the suite is the evidence's own. `trust` and
-    `reasons` are those of the audit's own evaluation, on the drawn samples. `rejected` follows the rule above.
+    `broken` are the rows of the samples that the audit broke. `own` tells whether the suite is the evidence's own.
+    `trust` and `reasons` are those of the audit's own evaluation, on the drawn samples. `rejected` follows the rule
+    above.
     """
 
     claimed: int
     drawn: int
-    fell: tuple[int, ...]
+    broken: tuple[int, ...]
     low: int
     high: int
     suite: str
@@ -63,8 +67,8 @@ class Audit:
 
     @property
     def many(self) -> bool:
-        """Whether more claims fell than honest evidence leaves."""
-        return bool(self.fell) and interval(len(self.fell), self.drawn)[0] > PLAUSIBLE
+        """Whether more claims are false than in honest evidence."""
+        return bool(self.broken) and interval(len(self.broken), self.drawn)[0] > PLAUSIBLE
 
     @property
     def rejected(self) -> bool:
@@ -76,14 +80,14 @@ class Audit:
         suite = f"suite {self.suite}, {'the' if self.own else 'not the'} evidence's own (salt {self.salt})"
         if not self.claimed:
             return "no sample is claimed to be robust, so there is nothing to attack"
-        said = [f"{self._fallen} to {suite}: {self._share}"]
+        said = [f"{suite} broke {self._broken}: {self._share}"]
         if self.many:
             said.append(
                 f"more than chance explains if {PLAUSIBLE:.0%} of the claims are false, the most in honest evidence"
             )
-        elif self.fell and not self.own:
+        elif self.broken and not self.own:
             said.append("another suite may break a few samples of honest evidence")
-        elif self.fell:
+        elif self.broken:
             said.append("other noise may break a few samples of honest evidence")
         if self.contradicted:
             said.append(f"the evidence says sound, and the audit's own evaluation is {self.trust}")
@@ -92,19 +96,19 @@ class Audit:
         return "; ".join(said)
 
     @property
-    def _fallen(self) -> str:
-        if not self.fell:
-            return f"none of {self.drawn:,} fell"
-        rows = ", ".join(map(str, self.fell[:SHOWN])) + (" and more" if len(self.fell) > SHOWN else "")
-        return f"{len(self.fell):,} of {self.drawn:,} fell (samples {rows})"
+    def _broken(self) -> str:
+        if not self.broken:
+            return f"none of {self.drawn:,}"
+        rows = ", ".join(map(str, self.broken[:SHOWN])) + (" and more" if len(self.broken) > SHOWN else "")
+        return f"{len(self.broken):,} of {self.drawn:,} (samples {rows})"
 
     @property
     def _share(self) -> str:
         if self.drawn == self.claimed:
             return f"these are all {self.claimed:,} samples that are claimed to be robust"
         # Rounded outwards: the sentence must not say more than the interval.
-        high = math.ceil(1000 * min(self.high + (not self.fell), self.claimed) / self.claimed) / 10
-        if not self.fell:
+        high = math.ceil(1000 * min(self.high + (not self.broken), self.claimed) / self.claimed) / 10
+        if not self.broken:
             return f"with 95% confidence less than {high:.1f}% of the claimed {self.claimed:,} are false"
         low = math.floor(1000 * self.low / self.claimed) / 10
         return f"with 95% confidence {low:.1f}% to {high:.1f}% of the claimed {self.claimed:,} are false"
@@ -129,15 +133,15 @@ def audit(
     claimed = (bundle.samples["broken_by"] == ROBUST).nonzero()[:, 0]
     number = hashlib.sha256(f"{bundle.seal}\n{salt}".encode()).digest()
     rows = drawn_by(number, claimed)[:count].sort().values
-    verdict, fell = (
+    verdict, broken = (
         (None, rows[:0]) if not len(rows) else _attacked(bundle, model, source, rows, number, suite, batch_size)
     )
     own, sound = bundle.record["suite"], bundle.record["verdict"]["trust"] == "sound"
-    low, high = false_claims(len(fell), len(rows), len(claimed))
+    low, high = false_claims(len(broken), len(rows), len(claimed))
     return Audit(
         claimed=len(claimed),
         drawn=len(rows),
-        fell=tuple(fell.tolist()),
+        broken=tuple(broken.tolist()),
         low=low,
         high=high,
         suite=suite,
@@ -158,7 +162,7 @@ def drawn_by(number: bytes, rows: Tensor) -> Tensor:
 def _attacked(
     bundle: Bundle, model: nn.Module, source: Source, rows: Tensor, number: bytes, suite: str, batch_size: int
 ) -> tuple[Verdict, Tensor]:
-    """The verdict of the audit's own evaluation, and the rows of the samples that fell."""
+    """The verdict of the audit's own evaluation, and the rows of the samples that it broke."""
     from steelman.evaluation.evaluate import evaluate  # it writes evidence, so this import would be a cycle
 
     # The evidence has these already: whoever made it allowed them.
@@ -180,21 +184,21 @@ def _attacked(
     return found.verdict, rows[~robust]
 
 
-def false_claims(fell: int, drawn: int, claimed: int) -> tuple[int, int]:
+def false_claims(broken: int, drawn: int, claimed: int) -> tuple[int, int]:
     """The ends of the interval of the number of false claims, by the hypergeometric distribution.
 
     >>> false_claims(0, 100, 1140), false_claims(5, 100, 200)
     ((0, 32), (5, 19))
     """
     if drawn == claimed:
-        return fell, fell
+        return broken, broken
     from scipy.stats import hypergeom  # here, because it takes a second to load
 
-    tail = (1 - LIKELY) if not fell else (1 - LIKELY) / 2
-    most = claimed - (drawn - fell)
-    high = _last(fell, most, lambda false: float(hypergeom.cdf(fell, claimed, false, drawn)) > tail)
-    low = _last(-most, -fell, lambda false: float(hypergeom.sf(fell - 1, claimed, -false, drawn)) > tail)
-    return (-low if fell else 0), high
+    tail = (1 - LIKELY) if not broken else (1 - LIKELY) / 2
+    most = claimed - (drawn - broken)
+    high = _last(broken, most, lambda false: float(hypergeom.cdf(broken, claimed, false, drawn)) > tail)
+    low = _last(-most, -broken, lambda false: float(hypergeom.sf(broken - 1, claimed, -false, drawn)) > tail)
+    return (-low if broken else 0), high
 
 
 def _last(first: int, last: int, fits: Callable[[int], bool]) -> int:

@@ -1,7 +1,7 @@
 """Checks the claims of evidence against each other, without the model and the data.
 
-Whatever follows from other claims is computed again: counts from samples, draws from the seed, the plan from the name
-of the suite, flags from what was measured, and the verdict from all of these. No attack runs.
+A claim that follows from other claims is computed again. Counts follow from samples, draws from the seed, the plan from
+the suite's name, and flags from measurements. The verdict follows from all of these. No attack runs.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _planned(bundle: Bundle, kept: Kept) -> None:
                 rows = robust.nonzero()[:, 0]
                 order = drawn(Key(record["seed"]), samples["digest"], rows, "sentinel")
                 watched = torch.zeros_like(robust)
-                watched[order[: sentinel_size(stage["share"], len(rows))]] = True
+                watched[order[: sentinel_size(stage["share"], len(rows), record["total"])]] = True
             if bool(((samples["broken_by"] == number) & ~watched).any()):
                 raise DamagedError(f"{done['name']} broke a sample that the seed does not draw for it")
             expected = int((watched & robust).sum())

@@ -1,7 +1,7 @@
 """Checks evidence without attacking again.
 
 Without the model, the claims are checked against each other: see ``consistency``. With the model and the data, every
-clean and adversarial image goes through the model again, and the gradient at the pilot's images is taken again.
+clean and adversarial image goes through the model again. The gradient at the pilot's images is computed again too.
 
 Four claims cannot be shown without attacking:
 - that no attack breaks a sample that is claimed to be robust;

@@ -20,7 +20,8 @@ from steelman.imports import imported
 from steelman.models.base import check_images
 from steelman.progress import say
 
-MOST_BYTES, MOST_WEIGHTS = 1 << 34, 1 << 32  # of a file, and of a model: both take 16 GB
+# Without these limits, a file or a model could fill the memory. Each limit is 16 GB, at four bytes a weight.
+MOST_BYTES, MOST_WEIGHTS = 1 << 34, 1 << 32
 
 
 class Classifier(nn.Module):

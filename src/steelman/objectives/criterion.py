@@ -46,9 +46,9 @@ class Criterion:
         label_smoothing: this share of the label is spread over all classes.
         eps: a schedule of the radius, such as ``SCHEDULES["linear"](start=0, end=8 / 255)``.
         steps: the number of calls in the whole training. A schedule needs it, or else `progress` in each call.
-        awp: adversarial weight perturbation. Call ``criterion.finish()`` before you measure or save a model whose last
-            loss no step has followed. It moves the weights before the loss, and moves them back after the step
-            of the optimiser. So it needs `optimizer`.
+        awp: adversarial weight perturbation. It moves the weights before the loss, and moves them back after the step
+            of the optimiser. So it needs `optimizer`. If no step followed the last loss, call ``criterion.finish()``
+            before you measure or save the model.
         optimizer: the optimiser of the model; only `awp` needs it.
         helper: the other model that HAT learns from.
         net: the module that attacks work on. By default it is the one inside `model`.

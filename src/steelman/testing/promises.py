@@ -114,7 +114,7 @@ class Snapshot:
             subject.keeps(promise, False, f"{text.format(count=count)}{named} {when}")
 
 
-# Each part of a snapshot: its promise, and the sentence if it has changed.
+# For each part of a snapshot: the promise about the part, and the words of the error if the part has changed.
 CHANGES = {
     "modes": ("modes", "leaves {count}modules in another mode"),
     "requires_grad": ("requires_grad", "leaves {count}weights with another requires_grad"),
