@@ -237,7 +237,7 @@ def test_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         computed = stopping(patch, after)
         code, said, err = command(*words)
-        assert (code, err) == (130, "")
+        assert (code, err) == (130, "error: interrupted\n")
         assert len(computed) == after
         assert f"the finished part is kept in {place}; the same command goes on from there" in said
     gc.collect()  # a process that ends lets go of the folder; here the frames of the interruption have to
