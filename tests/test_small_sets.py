@@ -50,8 +50,8 @@ def test_a_small_set_has_small_checks_and_says_so(n: int, looked: int, lie: str,
     assert stages["pilot"].attacked == looked
     assert stages["sentinel"].attacked == watched
     assert found.notes == (
-        f"a small set: the pilot looked at {looked} samples, so it may miss a lie about under {lie}",
-        f"a small set: the sentinel attacked {watched} of {robust} robust samples",
+        f"a small set: the pilot looked at {looked} samples, so it may miss a lie about under {lie}; "
+        f"the sentinel attacked {watched} of {robust} robust samples",
     )
     assert verify(tmp_path / "out", model=a_model(), source=data(n)).robust == robust
 

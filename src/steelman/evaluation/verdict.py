@@ -199,13 +199,13 @@ def _small(kept: Kept) -> Iterator[str]:
     looked = len(kept.signs["rows"]) if "rows" in kept.signs else 0
     if kept.protocol or kept.total >= SMALL or not looked:
         return
-    # A fault in this share of the samples is in none of those looked at with a chance of 5%.
+    # A lie about this share of the samples is in none of those looked at with a chance of 5%.
     share = 1 - 0.05 ** (1 / looked)
-    yield f"a small set: the pilot looked at {looked} samples, so it may miss a lie about under {share:.0%}"
+    said = f"a small set: the pilot looked at {looked} samples, so it may miss a lie about under {share:.0%}"
     watch = [stage for stage in kept.stages if kept.roles[stage.name] == "sentinel"]
     if watch:
-        robust = watch[0].left + watch[0].broken
-        yield f"a small set: the sentinel attacked {watch[0].attacked} of {robust} robust samples"
+        said += f"; the sentinel attacked {watch[0].attacked} of {watch[0].left + watch[0].broken} robust samples"
+    yield said
 
 
 def flags_of(kept: Kept) -> tuple[Flag, ...]:

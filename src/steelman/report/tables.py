@@ -45,7 +45,7 @@ def _caption(entries: Sequence[Entry]) -> Text:
 
 
 def verdict_text(evaluation: Evaluation) -> Text:
-    """The verdict as text: robust accuracy, conditions, trust, reasons, and what the attacks did.
+    """The verdict as text: robust accuracy, conditions, trust, reasons, notes, and what the attacks did.
 
     Without a verdict, the text is empty.
     """
@@ -67,6 +67,8 @@ def verdict_text(evaluation: Evaluation) -> Text:
         text.append(", escalated: all of AutoAttack on every robust sample", style="not bold")
     for reason in verdict.reasons:
         text.append(f"\n  - {reason}", style="not bold")
+    for note in evaluation.notes:
+        text.append(f"\n  note: {note}", style="not bold")
     if evaluation.stages and not verdict.protocol:
         broke = ", ".join(f"{stage.name} {stage.broken}" for stage in evaluation.stages if stage.broken)
         forwards = sum(stage.forwards for stage in evaluation.stages) / verdict.total
