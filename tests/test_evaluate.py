@@ -126,6 +126,7 @@ def test_a_cascades_curve_is_exact_and_spares_whom_eps_does_not_break(monkeypatc
         return real(self, *given, **options)
 
     monkeypatch.setattr(PGD, "run", run)
+    monkeypatch.setattr("steelman.evaluation.runner.pilot_size", lambda total: total)
     stages = (Stage(name="pilot", attack=Pilot(), role="pilot"), Stage(name="pgd", attack=PGD(steps=10)))
     found = evaluate(model, (x, y), ThreatModel(eps=eps), Suite(name="pilot", stages=stages))
     for point in found.curve:

@@ -421,6 +421,7 @@ def test_verdict_in_the_terminal() -> None:
         "Trust: suspect",
         "  - first [bold]reason[/bold]",
         "  - second",
+        "  note: gradients look healthy",
         "Broken by: climb 60, square 12. Cost: 13 F + 5 B a sample.",
     ]
 
