@@ -152,6 +152,12 @@ class TestWrappers:
         found = self.losses(compiled.train(), net)
         torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-5, atol=1e-6)
 
+    def test_a_model_that_is_compiled_in_place_is_refused_too(self) -> None:
+        net = a_net()
+        net.compile(backend="eager")
+        with pytest.raises(UserError, match=r"which compiled models cannot do: expected the model without torch\.comp"):
+            Criterion(CURE(), net, THREAT)
+
     def test_what_cannot_be_compiled_is_refused(self) -> None:
         compiled = torch.compile(a_net(), backend="eager")
         with pytest.raises(UserError, match="CURE differentiates an input gradient, which compiled models cannot do"):
@@ -336,6 +342,7 @@ class TestRefusals:
             ({"steps": 0}, "steps: expected a number of steps of at least 1, got 0"),
             ({"objective": HAT()}, "HAT learns from another model: expected it as `helper`, got none"),
             ({"awp": AWP()}, "expected `optimizer` with `awp`"),
+            ({"awp": AWP}, "awp: expected one such as steelman.AWP(), got <class"),
             ({"objective": FreeAT(), "awp": AWP()}, "FreeAT makes its perturbation while it trains"),
             ({"model": split_norms(a_net())}, "PGDAT trains on adversarial images alone"),
         ],
@@ -394,6 +401,8 @@ class TestRefusals:
     def test_another_state(self) -> None:
         with pytest.raises(UserError, match="expected the state of a criterion"):
             Criterion(PGDAT(), a_net(), THREAT).load_state_dict({"step": 1})
+        with pytest.raises(UserError, match="got none"):
+            Criterion(PGDAT(), a_net(), THREAT).load_state_dict({})
 
 
 class TestFoundByAReview:

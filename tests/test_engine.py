@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -336,3 +338,23 @@ class TestDiversifiedStart:
         expected = x + 0.1 * (w @ model.weight.detach()).sign().reshape(x.shape)
         torch.testing.assert_close(start, expected)
         assert len({tuple(row.sign().flatten().tolist()) for row in start - x}) > 1
+
+
+def test_a_hand_made_loop_that_repeats_its_noise_is_warned() -> None:
+    """Each call draws the same start. Without the warning, nobody would see it."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    x, y, threat = torch.rand(4, 1, 4, 4), torch.zeros(4, dtype=torch.int64), ThreatModel(eps=0.1)
+
+    def said(attack: Any, model: nn.Module = net, **options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                attack(model, x, y, threat, **options)
+        return [str(one.message) for one in caught]
+
+    (text, *_) = said(PGD(steps=1))
+    assert "draws the same noise at each call: give each step its own key=steelman.Key(seed).fold(step)" in text
+    assert said(PGD(steps=1), key=Key(0).fold(1)) == []
+    assert said(PGD(steps=1), index=torch.arange(4)) == []
+    assert said(PGD(steps=1, start="zero")) == [], "it draws nothing"
+    assert said(PGD(steps=1), copy.deepcopy(net).eval()) == [], "a measurement should be the same each time"

@@ -213,6 +213,12 @@ class TestData:
         run = fit(a_net(), Images(noise="own"), out=tmp_path / "run", test=some_data(6), resume="plain")
         assert len(run.history) == 2
 
+    def test_noise_of_another_generator_leaves_the_held_out_images_as_they_are(self, tmp_path: Path) -> None:
+        run = fit(a_net(), Images(noise="own"), out=tmp_path / "run")
+        assert run.verdict.total == 6
+        with pytest.raises(UserError, match="test: the Dataset has its own random generator"):
+            fit(a_net(), some_data(30), out=tmp_path / "other", test=Images(noise="own"))
+
     def test_names_of_classes_come_along(self, tmp_path: Path) -> None:
         run = fit(a_net(), Images(), out=tmp_path / "run")
         assert run.evaluation.classes == Images.classes

@@ -180,6 +180,34 @@ def test_layout_compiler_and_processes_change_nothing(kind: str, tmp_path: Path)
         dist.destroy_process_group()
 
 
+def test_a_model_in_eval_mode_stays_in_eval_mode() -> None:
+    """Batch norm and dropout: judged in train mode, it would answer otherwise, and be refused."""
+    model = nn.Sequential(Net(lambda z: z), nn.Dropout(0.5))
+    with torch.no_grad():
+        for _ in range(20):
+            model.train()(torch.rand(32, 1, 4, 4))
+    assert wrap(model.train()).training
+    assert not wrap(model.eval()).training
+    x = torch.rand(24, 1, 4, 4)
+    y = model(x).argmax(dim=1)
+    spoken = Net(lambda z: {"logits": z})
+    spoken.load_state_dict(model[0].state_dict())
+    for judged in (wrap(model), spoken.eval()):
+        found = steelman.evaluate(judged, x, y, THREAT, {"pgd": PGD(steps=1)}).verdict
+        assert found is not None
+        assert found.clean == 24
+
+
+def test_who_attacks_or_trains_on_an_answer_that_is_no_tensor_is_told_the_way() -> None:
+    model, x, y = Net(lambda z: {"logits": z}), images(), torch.zeros(4).long()
+    with pytest.raises(UserError, match=r"answers with dict, and logits are expected: steelman\.wrap\(model\)"):
+        PGD()(model.eval(), x, y, THREAT)
+    with pytest.raises(UserError, match=r"answers with dict, and logits are expected: steelman\.wrap\(model\)"):
+        steelman.Criterion(steelman.PGDAT(), model.train(), THREAT)(x, y)
+    wrapped = wrap(model)
+    assert steelman.Criterion(steelman.PGDAT(), wrapped, THREAT)(x, y).requires_grad
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_attack_may_copy_it_for_its_threads(kind: str) -> None:
     net = detected(huggingface(kind), torch.rand(2, 1, 16, 16)).model

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from steelman.evaluation.evaluate import evaluate
     from steelman.evaluation.result import Evaluation, Verdict
     from steelman.evaluation.stages import Suite
-    from steelman.evaluation.suites import SUITES
+    from steelman.evaluation.suites import SUITES, suite_named
     from steelman.evaluation.transfer import transfer
     from steelman.evidence.compare import compare
     from steelman.evidence.verify import verify
@@ -77,7 +77,7 @@ _HOMES = {
     "evaluation.evaluate": ("evaluate",),
     "evaluation.result": ("Evaluation", "Verdict"),
     "evaluation.stages": ("Suite",),
-    "evaluation.suites": ("SUITES",),
+    "evaluation.suites": ("SUITES", "suite_named"),
     "evaluation.transfer": ("transfer",),
     "evidence.compare": ("compare",),
     "evidence.verify": ("verify",),
@@ -155,6 +155,7 @@ __all__ = [
     "evaluate",
     "fit",
     "load",
+    "suite_named",
     "transfer",
     "verify",
     "with_margin",

@@ -196,7 +196,7 @@ def embed(
     """Replace a model's last linear layer, or its steelman head, by a new head with the same weights.
 
     The model itself is changed and returned. With ``copy=True`` the model stays unchanged: a deep copy gets the head,
-    and the copy is returned.
+    and the copy is returned. Make the optimiser afterwards: one that was made before does not know the new weights.
 
     Arguments:
         head: a name in `HEADS`.

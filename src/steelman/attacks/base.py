@@ -79,6 +79,11 @@ def reseed(model: nn.Module, seed: int) -> None:
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     """The model's logits. Half precision is converted to float32."""
     logits: Tensor = model(x)
+    if not isinstance(logits, Tensor):
+        raise UserError(
+            f"the model answers with {type(logits).__name__}, and logits are expected: steelman.wrap(model) takes them "
+            "out of such an answer"
+        )
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 

@@ -8,6 +8,8 @@ succeeded.
 from __future__ import annotations
 
 import abc
+import warnings
+import weakref
 from typing import ClassVar, get_args
 
 import torch
@@ -21,6 +23,8 @@ from steelman.attacks.problem import Found, Precision, Problem
 from steelman.errors import UserError, shown
 from steelman.rng import Key
 from steelman.threat import Norm, ThreatModel
+
+_TRAINING = weakref.WeakSet[nn.Module]()  # models in train mode that an attack was called on without a key
 
 __all__ = ["Found", "Precision", "Problem", "Search"]
 
@@ -65,6 +69,18 @@ class Search(abc.ABC):
     ) -> Tensor:
         return self.run(model, x, y, threat, index=index, key=key, target=target).x_adv
 
+    def warn_of_repeats(self, model: nn.Module, index: Tensor | None, key: Key) -> None:
+        """Warn a hand-made training loop that each of its calls draws the same noise."""
+        if index is not None or key != Key(0) or not model.training:
+            return
+        if model in _TRAINING and getattr(self, "start", "zero") != "zero":
+            warnings.warn(
+                f"the model is in train mode, and {type(self).__name__} draws the same noise at each call: give each "
+                "step its own key=steelman.Key(seed).fold(step), or use steelman.Criterion, which does",
+                stacklevel=4,
+            )
+        _TRAINING.add(model)
+
     def run(
         self,
         model: nn.Module,
@@ -90,6 +106,7 @@ class Search(abc.ABC):
         """
         model_of("model", model)
         self._check(x, y, threat, index, target, distances, precision)
+        self.warn_of_repeats(model, index, key)
         if start is not None and not self.warm:
             raise UserError(f"{type(self).__name__} cannot begin from given points")
         if start is not None and not threat.contains(start, x).all():

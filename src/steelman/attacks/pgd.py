@@ -216,6 +216,7 @@ class PGD(Search):
             return self.run(model, x, y, threat, index=index, key=key, target=target).x_adv
         if len(x) == 0 or threat.eps == 0:
             return x.detach().clone()
+        self.warn_of_repeats(model, index, key)
         # A training attack needs only the last points. Judging them would cost another forward pass.
         with untouched(model, self.mode), torch.enable_grad():
             return self._last(Problem(model, x, y, threat, index=index, key=key, target=target))

@@ -68,7 +68,7 @@ def check_radius(threat: ThreatModel, shape: Sequence[int] | None = None, *, tin
         raise ContractError(
             "eps",
             f"eps: expected a radius of at least half a grey level, got {threat.eps:g}, which is {size}{meant}. If so "
-            "small a radius is meant, say so: Suite(tiny_eps=True), or --tiny-eps",
+            'small a radius is meant, say so: steelman.suite_named("fast", threat, tiny_eps=True), or --tiny-eps',
         )
     if shape is not None and (problem := threat.too_wide(shape)):
         raise ContractError("eps", f"eps: {problem}")

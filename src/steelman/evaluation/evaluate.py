@@ -187,7 +187,7 @@ def check_outputs(source: Source, classes: int) -> None:
         raise ContractError(
             "outputs",
             f"the model has {classes} outputs, and the data have {len(source.classes)} classes ({shown}); if that is "
-            "meant, say so: Suite(more_outputs=True), or --more-outputs",
+            'meant, say so: steelman.suite_named("fast", threat, more_outputs=True), or --more-outputs',
         )
 
 

@@ -128,7 +128,7 @@ class Flag:
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Verdict:
     """How many samples no attack broke (`correct`), and how far this number can be trusted.
 
@@ -179,6 +179,8 @@ class Verdict:
             f"clean {clean}, suite {self.suite}",
         ]
         return "\n".join([*lines, *(["; ".join(self.reasons)] if self.reasons else [])])
+
+    __repr__ = __str__  # a notebook shows this one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,10 @@ def check_page(folder: Path, bundle: Bundle) -> str:
             return f"{place / PAGE} is the page of a run that is not finished"
         made = page_of(place) if place == bundle.folder else _page_of_run(place)
         if read_bytes(place / PAGE, most_bytes=MOST_BYTES) != made.encode():
-            raise DamagedError(f"{place / PAGE} is not the page of this evidence; delete it, or make it anew")
+            raise DamagedError(
+                f"{place / PAGE} is not the page of this evidence, or times.json or the history in run.json were "
+                "changed; delete the page, or make it anew"
+            )
     return ""
 
 

@@ -42,6 +42,7 @@ class Wrapped(nn.Module):
         if logits is not None and (isinstance(logits, bool) or not (isinstance(logits, str | int) or callable(logits))):
             raise UserError(f"logits: expected a key, an index, an attribute's name or a function, got {shown(logits)}")
         self.model = model
+        self.training = model.training  # a new module is in train mode, and a model in eval mode would seem not to be
         self.size = _pair(size)
         self.logits = logits
         # Only answers of these types are read. In another type, the logits could be at another place.

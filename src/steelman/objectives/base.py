@@ -171,7 +171,7 @@ def objections(objective: Objective, *, compiled: bool, awp: bool, auxiliary_nor
     """What an objective cannot be combined with: pairs (key of the recipe, reason)."""
     name, found = type(objective).__name__, []
     if compiled and objective.eager:
-        found.append(("compute.compile", f"{name} {objective.eager}"))
+        found.append(("compute.compile", f"{name} {objective.eager}: expected the model without torch.compile"))
     if awp and objective.single_pass:
         found.append(("around.awp", f"{name} {objective.single_pass}"))
     if auxiliary_norm and len(set(objective.forwards)) < 2:

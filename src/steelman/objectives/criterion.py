@@ -189,7 +189,7 @@ class Criterion:
         """Continue from a state that ``state_dict`` gave."""
         expected = {*self._named(), "step", "seen", "carry"}
         if not isinstance(state, dict) or state.keys() != expected:
-            got = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
+            got = (", ".join(map(str, state)) or "none") if isinstance(state, dict) else type(state).__name__
             raise UserError(f"expected the state of a criterion ({', '.join(sorted(expected))}), got {got}")
         if state["objective"] != self._named()["objective"]:
             raise UserError(
@@ -264,7 +264,7 @@ class Criterion:
         modules = list(self.model.modules())
         clashes = objections(
             self.objective,
-            compiled=any(hasattr(module, "_orig_mod") for module in modules),
+            compiled=any(_compiled(module) for module in modules),
             awp=self.awp is not None,
             auxiliary_norm=any(isinstance(module, AuxiliaryNorm) for module in modules),
         )
@@ -277,6 +277,8 @@ class Criterion:
         if self.helper is not None and bare(self.helper) is self.net:
             raise UserError("helper: expected another model than the model in training, got the same")
         if self.awp is not None:
+            if not isinstance(self.awp, AWP):
+                raise UserError(f"awp: expected one such as steelman.AWP(), got {shown(self.awp)}")
             if optimizer is None:
                 raise UserError(
                     "weight perturbation moves the weights back after the optimiser's step: expected `optimizer` with "
@@ -333,6 +335,11 @@ class Criterion:
             check_model(self.objective, self.net, x[:2])
             if self.advise and (said := parallel(self.net, x[:32])):
                 warnings.warn(said, stacklevel=3)
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def bare(model: nn.Module) -> nn.Module:

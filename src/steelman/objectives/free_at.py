@@ -25,7 +25,8 @@ class FreeAT(Objective):
     """
 
     single_pass: ClassVar[str] = (
-        "makes its perturbation while it trains, so it has no adversarial images for a second loss"
+        "makes its perturbation while it trains, so it has no adversarial images for a second loss: expected no awp, "
+        "or another objective, such as FastAT"
     )
     replays: Count = 8
     step: Annotated[Number, Field(gt=0)] = 1.0

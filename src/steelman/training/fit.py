@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from steelman.attacks.base import logits_of, untouched
 from steelman.attacks.eot import EOT
 from steelman.data import Dataset
 from steelman.data.augment import Augmentation, NoAugment
-from steelman.data.source import Source, split
+from steelman.data.source import ArraySource, Source, knows_classes, name_of, split
 from steelman.data.torch_dataset import TorchSource, as_source
 from steelman.errors import UserError, shown
 from steelman.evaluation.checks import check_contract
@@ -127,6 +128,7 @@ def fit(
                 "generator, so its images are different the second time. resume='plain' goes on from the last "
                 "checkpoint with other random numbers"
             )
+        held_out, tested = _still(held_out, tested, place)
         started, fabric = time.monotonic(), make_fabric(how.compute)
         fabric.launch()
         if fabric.world_size > 1 and out is None:
@@ -258,6 +260,11 @@ def _data(
         tested: Source = held_out
     else:
         tested = as_source(test, "test", (threat.low, threat.high))
+        if not exact(tested):
+            raise UserError(
+                "test: the Dataset has its own random generator, so its images are different the second time, and no "
+                "verdict on them could be checked; expected one without random transforms"
+            )
         if tested.shape != source.shape:
             raise UserError(f"test: expected images of shape {source.shape}, as in data, got {tested.shape}")
         if len(tested.classes) > len(source.classes):
@@ -266,6 +273,17 @@ def _data(
             )
     how = dataclasses.replace(how, validation=dataclasses.replace(how.validation, size=size))
     return train, held_out, tested, how
+
+
+def _still(held_out: Source, tested: Source, place: Path) -> tuple[Source, Source]:
+    """Both sources with images that stay. A Dataset with its own random numbers would give others at each reading."""
+    if exact(held_out):
+        return held_out, tested
+    shutil.rmtree(place / "verdict", ignore_errors=True)  # an unfinished verdict on images of an earlier call
+    images = held_out.images(torch.arange(len(held_out)))
+    kept = ArraySource(images, held_out.labels, held_out.classes, name=name_of(held_out))
+    kept.named = knows_classes(held_out)
+    return kept, kept if tested is held_out else tested
 
 
 def _kept(net: nn.Module, trained: Trained, how: RunSettings) -> nn.Module:

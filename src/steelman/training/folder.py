@@ -60,7 +60,7 @@ FILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """A finished run: the kept model in eval mode, its epochs, and its evaluation.
 
@@ -94,6 +94,11 @@ class Run:
     def report(self) -> Path | None:
         """The path of the report."""
         return None if self.path is None else self.path / "report.html"
+
+    def __repr__(self) -> str:
+        """The folder and the verdict. All fields would fill the screen of a notebook."""
+        verdict = "no verdict" if self.evaluation.verdict is None else str(self.evaluation.verdict)
+        return f"run of {len(self.history)} epochs in {self.path or 'no folder'}\n{verdict}"
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the run to the Hugging Face Hub as ``owner/name``, and return its address. See `models.hub.push`."""
