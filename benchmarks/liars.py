@@ -26,6 +26,22 @@ from steelman.data.source import ArraySource
 from steelman.evaluation.checks import ContractError
 
 SUITES = ("fast", "standard")
+PAGE = (
+    "# Models that lie, and what a verdict says of them",
+    "",
+    "Look here which lies are tried in each test run. Each of these small models looks robust to some attacks, and an",
+    "adversary breaks all of its samples. So its true robust accuracy is 0%. The suites have fewer steps than usual,",
+    "because the models are small. This command wrote the table:",
+    "",
+    "```",
+    "python benchmarks/liars.py --out docs/liars.md",
+    "```",
+    "",
+    "A verdict would be believed if it were sound and over 8 points above the truth. A flag in brackets lowers the",
+    "trust. A refused model gets no verdict; the word behind it is the reason. [Limits](limits.md) says which lies are",
+    "not found.",
+    "",
+)
 
 
 class Two(nn.Module):
@@ -94,7 +110,7 @@ def said(model: nn.Module, x: Tensor, y: Tensor, threat: ThreatModel, suite: str
         return f"refused: {error.reason}", False
     verdict = found.verdict
     assert verdict is not None
-    flags = ", ".join(flag.name for flag in verdict.flags if flag.raised)
+    flags = ", ".join(dict.fromkeys(flag.name for flag in verdict.flags if flag.raised))
     return f"{verdict.robust_accuracy:.0%} {verdict.trust}" + (f" ({flags})" if flags else ""), verdict.trust == "sound"
 
 
@@ -126,7 +142,7 @@ def small() -> list[tuple[str, str, list[str], bool]]:
 def large(robust: Path, weak: Path, samples: int) -> list[tuple[str, str, list[str], bool]]:
     """Liars made of two trained models."""
     first, second = load(robust), load(weak)
-    test = load_data(first.evaluation.data).test
+    test = load_data(first.evaluation.data.split()[0]).test  # such as "mnist test"
     x, y = test.images(torch.arange(samples)), test.labels[:samples]
     norm = first.evaluation.norm
     threat = ThreatModel(norm=norm, eps=first.evaluation.eps)  # type: ignore[arg-type]  # it checks the text
@@ -153,13 +169,20 @@ def main() -> int:
     parser.add_argument("--robust", type=Path, help="the run of a robust model")
     parser.add_argument("--weak", type=Path, help="the run of a model that is not robust")
     parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--out", type=Path, help="a page with the table, such as docs/liars.md")
     options = parser.parse_args()
     rows = small() if options.robust is None else large(options.robust, options.weak, options.samples)
-    print(f"\n| liar | true | {' | '.join(SUITES)} |\n|---|---|---|---|")
-    for name, true, words, _ in rows:
-        print(f"| {name} | {true} | {' | '.join(words)} |")
     believed = [name for name, _, _, one in rows if one]
-    print(f"\n{len(rows)} liars, believed: {', '.join(believed) or 'none'}")
+    lines = [
+        f"| liar | true | {' | '.join(SUITES)} |",
+        "|---|---|---|---|",
+        *(f"| {name} | {true} | {' | '.join(words)} |" for name, true, words, _ in rows),
+        "",
+        f"{len(rows)} liars, believed: {', '.join(believed) or 'none'}.",
+    ]
+    print("", *lines, sep="\n")
+    if options.out is not None:
+        options.out.write_text("\n".join([*PAGE, *lines, ""]))
     return len(believed) > 0
 
 

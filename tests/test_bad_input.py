@@ -277,7 +277,7 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "eps beyond every image": (("--norm", "l2", "--eps", "9"), "in l2, got 9; did you mean 9/255?"),
     "no number": (("--eps", "small"), "threat model: eps: "),
     "NaN": (("--eps", "nan"), "threat model: eps: "),
-    "unknown norm": (("--norm", "l3", "--eps", "1"), "threat model: norm: "),
+    "unknown norm": (("--norm", "l3", "--eps", "1"), "--norm: unknown norm "),
     "another norm at the same radius": (("--norm", "l2"), "--eps: expected a radius for norm l2"),
     "no samples": (("--samples", "0"), "samples: expected at least 1, got 0"),
     "a root that the dataset has not": (("--root", "here"), "root"),

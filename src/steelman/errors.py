@@ -6,10 +6,11 @@ import difflib
 import reprlib
 import shlex
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 LONGEST = 150  # characters of a value in an error
+MOST_CHOICES = 30  # in an error; more would hide what they are the choices of
 
 
 class UserError(ValueError):
@@ -26,6 +27,14 @@ def resume_command(folder: Path) -> str:
         return "the same call of steelman.fit"
     module = _own_module(folder / "recipe.yaml")
     return f"steelman resume {shlex.quote(str(folder))}" + (f" --allow-import {module}" if module else "")
+
+
+def unfinished(folder: Path) -> str:
+    """How to go on with a run that is not finished. An empty text for any other folder."""
+    begun = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
+    if not begun or (folder / "run.json").is_file():
+        return ""
+    return f"the run is not finished; go on with: {resume_command(folder)}"
 
 
 def _own_module(path: Path) -> str:
@@ -49,15 +58,24 @@ class TrainingInterruptedError(Exception):
         super().__init__(f"{signal.Signals(number).name}: everything is saved; go on with: {resume_command(folder)}")
 
 
-def unknown(kind: str, got: object, choices: Iterable[str]) -> UserError:
+def unknown(
+    kind: str, got: object, choices: Iterable[str], *, meant: Sequence[str] = (), listed: str = ""
+) -> UserError:
     """The error for a name that is not among the `choices`.
+
+    `meant` are names to ask for, instead of the choice that is most like the given name. `listed` is the command that
+    lists the choices: of very many, only those like the given name are printed.
 
     >>> print(unknown("attack", "pdg", ["fgsm", "pgd"]))
     unknown attack 'pdg' (did you mean 'pgd'?); choices: fgsm, pgd
     """
     known = sorted(choices)
-    close = difflib.get_close_matches(str(got)[:100], known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    small = {name.lower(): name for name in known}  # without it, PGD would be like no name at all
+    close = [small[name] for name in difflib.get_close_matches(str(got)[:100].lower(), small)]
+    names = " or ".join(map(repr, meant or close[:1]))
+    hint = f" (did you mean {names}?)" if names else ""
+    if listed and len(known) > MOST_CHOICES:
+        known = [*close, f"and {len(known) - len(close)} more: {listed}" if close else f"{len(known)} names: {listed}"]
     return UserError(f"unknown {kind} {shown(got)}{hint}; choices: {', '.join(known)}")
 
 

@@ -14,20 +14,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 EVERY = 30.0  # seconds from one plain line to the next
 
 _console: ContextVar[Console | None] = ContextVar("steelman console", default=None)
+_notes: ContextVar[bool] = ContextVar("steelman notes", default=False)
 
 
 @contextlib.contextmanager
-def showing(console: Console | None) -> Iterator[None]:
-    """Show the progress of what runs in this block on `console`. Without such a block nothing is printed.
+def showing(console: Console | None, *, notes: bool = False) -> Iterator[None]:
+    """Show the progress of what runs in this block on `console`, with its notes if asked for.
+
+    Without such a block nothing is printed.
 
     >>> with showing(Console(quiet=True)), Ticker("fast") as tell:
     ...     tell("targets", 512, 2000)
     """
-    token = _console.set(console)
+    tokens = _console.set(console), _notes.set(notes)
     try:
         yield
     finally:
-        _console.reset(token)
+        _console.reset(tokens[0])
+        _notes.reset(tokens[1])
+
+
+def note(text: str) -> None:
+    """Print a line on the console of ``showing(console, notes=True)``. Without such a block nothing is printed."""
+    if (console := _console.get()) is not None and _notes.get():
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +30,8 @@ from steelman.threat import ThreatModel
 from steelman.training import Around, Compute, Guard, RunSettings, Training, Validation
 from steelman.training.settings import BatchSize
 
-MOST_PARTS = 20  # of a dotted key
+MOST_PARTS, MOST_LETTERS = 20, 100  # of a dotted key, and of a key that is compared with others
+GIVEN = ("options", "input_shape", "features", "num_classes")  # fields and arguments that are no keys of a recipe
 
 
 def _with_options(value: object, own: set[str]) -> object:
@@ -239,10 +242,11 @@ def fingerprint(source: Mapping[str, Any]) -> str:
 def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     """The recipe that a mapping describes. `origin` is the name of the mapping in errors."""
     known = set(options_of(Recipe))
-    wrong = [((str(key),), str(unknown("key", key, known))) for key in source if key not in known]
+    wrong = [str(key) for key in source if key not in known]
     try:
         if wrong:
-            raise SettingsError(wrong)
+            meant = _meant({key: source[key] for key in source if key in known}, wrong)
+            raise SettingsError([((key,), str(unknown("key", key, known, meant=meant.get(key, ())))) for key in wrong])
         recipe: Recipe = make("recipe", {"recipe": Recipe}, "recipe", source)
     except SettingsError as error:
         raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in str(error).splitlines())) from None
@@ -277,6 +281,36 @@ def parse(source: Mapping[str, Any], origin: str = "recipe") -> Recipe:
             f"{devices * recipe.compute.nodes}, got {recipe.training.batch_size}"
         )
     return recipe
+
+
+def _meant(source: Mapping[str, Any], wrong: Iterable[str]) -> dict[str, list[str]]:
+    """For each of the `wrong` keys of a recipe, the dotted keys that end with it, or with a name that is like it."""
+    try:
+        recipe: Recipe = make("recipe", {"recipe": Recipe}, "recipe", source)
+    except UserError:  # without its sections, nobody knows their keys
+        return {}
+    places: dict[str, list[str]] = {}
+    for place in _places(recipe):
+        if (name := place.rpartition(".")[2]) not in GIVEN:
+            places.setdefault(name, []).append(place)
+    close = {key: difflib.get_close_matches(key[:MOST_LETTERS], places, n=1, cutoff=0.8) for key in wrong}
+    return {key: places[names[0]] for key, names in close.items() if names}
+
+
+def _places(recipe: Recipe) -> Iterator[str]:
+    """The dotted keys that a recipe can set, at any depth."""
+
+    def fields(part: Any, path: str) -> Iterator[str]:
+        for field in dataclasses.fields(part):
+            yield (place := path + field.name)
+            if dataclasses.is_dataclass(value := getattr(part, field.name)):
+                yield from fields(value, f"{place}.")
+
+    yield from fields(recipe, "")
+    registries: dict[str, Mapping[str, Any]] = {"model": MODELS, "head": HEADS, "data": DATASETS}
+    for section, registry in registries.items():
+        own = options_of(registry[name]) if (name := getattr(recipe, section).name) in registry else ()
+        yield from (f"{section}.{option}" for option in own)
 
 
 def _other_norms(recipe: Recipe) -> list[str]:

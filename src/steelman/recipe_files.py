@@ -29,7 +29,7 @@ def find(name: str, folder: Path = Path()) -> Path:
     """The path of a recipe: a built-in one by its name, any other by a path that starts in `folder`."""
     path = folder / name if name.endswith((".yaml", ".yml")) or "/" in name else RECIPES.get(name)
     if path is None:
-        raise unknown("recipe", name, RECIPES)
+        raise unknown("recipe", name, RECIPES, listed="steelman list recipes")
     return path
 
 

@@ -21,6 +21,8 @@ from steelman.cli.evidence import app as evidence_app
 from steelman.cli.listing import (
     AllowImport,
     Kind,
+    complete_attack,
+    complete_dataset,
     complete_fetchable,
     complete_recipe,
     complete_suite,
@@ -116,7 +118,10 @@ def evaluate(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Dataset, such as mnist or folder:size=64; by default the run's own. Its test set is used."),
+        typer.Option(
+            help="Dataset, such as mnist or folder:size=64; by default the run's own. Its test set is used.",
+            autocompletion=complete_dataset,
+        ),
     ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,
@@ -132,7 +137,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Instead of a suite: an attack with options, such as pgd:steps=50,restarts=10,loss=margin, on every "
-            "sample. Repeat for more."
+            "sample. Repeat for more.",
+            autocompletion=complete_attack,
         ),
     ] = None,
     minutes: Annotated[
@@ -215,13 +221,21 @@ def transfer(
         typer.Option(help="A model to score on. Repeat for more; by default those that are crafted on."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Dataset, such as mnist; by default the runs' own. Its test set is used.")
+        str | None,
+        typer.Option(
+            help="Dataset, such as mnist; by default the runs' own. Its test set is used.",
+            autocompletion=complete_dataset,
+        ),
     ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the runs' own.")] = None,
     eps: Annotated[str | None, typer.Option(help="Radius, such as 8/255 or 0.3; by default the runs' own.")] = None,
     attack: Annotated[
-        str, typer.Option(help="An attack with options. One that can goes on to its last step, unless keep=best.")
+        str,
+        typer.Option(
+            help="An attack with options. One that can goes on to its last step, unless keep=best.",
+            autocompletion=complete_attack,
+        ),
     ] = "pgd:steps=20",
     samples: Annotated[int | None, typer.Option(help="Only the first that many test images.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 256,

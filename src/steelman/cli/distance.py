@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelman.cli.listing import AllowImport, console
+from steelman.cli.listing import AllowImport, complete_dataset, complete_nearest, console
 from steelman.errors import UserError
 
 app = typer.Typer()
@@ -22,11 +22,16 @@ def distance(
         str,
         typer.Option(
             help="An attack with options that looks for the nearest point: rays (linf), deepfool (linf, l2), fab, "
-            "cw (l2). With rays the mean is ADBD."
+            "cw (l2). With rays the mean is ADBD.",
+            autocompletion=complete_nearest,
         ),
     ] = "rays",
     data: Annotated[
-        str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
+        str | None,
+        typer.Option(
+            help="Dataset, such as mnist; by default the run's own. Its test set is used.",
+            autocompletion=complete_dataset,
+        ),
     ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     norm: Annotated[str | None, typer.Option(help="linf, l2 or l1; by default the run's own.")] = None,

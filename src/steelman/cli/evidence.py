@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from steelman.cli.listing import console, print_table
+from steelman.cli.listing import complete_dataset, complete_suite, console, print_table
 from steelman.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,11 @@ def verify(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Dataset, such as mnist; by default the run's own. Its test set is used.")
+        str | None,
+        typer.Option(
+            help="Dataset, such as mnist; by default the run's own. Its test set is used.",
+            autocompletion=complete_dataset,
+        ),
     ] = None,
     root: Annotated[Path | None, typer.Option(help="Where the dataset is, for 'folder' and 'arrays'.")] = None,
     weights: Annotated[Path | None, typer.Option(help="A safetensors file, or a plain state dict of torch.")] = None,
@@ -59,7 +63,9 @@ def verify(
     reattack: Annotated[
         int | None, typer.Option(help="Audit: attack so many of the samples that are claimed to be robust.")
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="Audit: the suite; by default standard.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="Audit: the suite; by default standard.", autocompletion=complete_suite)
+    ] = None,
     salt: Annotated[
         str | None, typer.Option(help="Audit: a text that decides the draw with the seal; by default random.")
     ] = None,

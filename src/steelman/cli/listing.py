@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from glob import escape
 from pathlib import Path
@@ -45,6 +45,12 @@ class Kind(StrEnum):
 
 # The names that the shell completes. They are copied here, because the registries import torch, which takes a second.
 FETCHABLE = ("cifar10", "cifar100", "fashion-mnist", "mnist")
+ATTACKS = (
+    *("adaptive", "apgd", "apgd-dlr", "apgd-t", "bim", "cw", "cw-linf", "deepfool", "eot", "fab", "fab-t", "feature"),
+    *("fgsm", "fn", "mim", "multi-targeted", "nes", "pgd", "rays", "shaped", "spsa", "square", "zoo"),
+)
+DATASETS = ("arrays", "cifar10", "cifar100", "digits", "fashion-mnist", "folder", "mnist")
+NEAREST = ("cw", "deepfool", "fab", "fab-t", "rays")  # the attacks of ``steelman distance``
 SUITES = ("fast", "full", "he-adaptive", "he-blackbox", "he-whitebox", "llr", "pas", "rat", "standard")
 
 
@@ -58,14 +64,17 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in recipes() if name.startswith(incomplete)] + files + folders
 
 
-def complete_fetchable(incomplete: str) -> list[str]:
-    """Fetchable datasets that begin with `incomplete`."""
-    return [name for name in FETCHABLE if name.startswith(incomplete)]
+def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """A function that gives those of `names` that begin with what is typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
-def complete_suite(incomplete: str) -> list[str]:
-    """Suites that begin with `incomplete`."""
-    return [name for name in SUITES if name.startswith(incomplete)]
+complete_attack, complete_dataset, complete_nearest = map(completing, (ATTACKS, DATASETS, NEAREST))
+complete_fetchable, complete_suite = map(completing, (FETCHABLE, SUITES))
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

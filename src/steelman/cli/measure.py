@@ -101,17 +101,16 @@ def measure(
     }
     base = (Path(target) if asked.described else Path("runs")) / "evaluations" / f"{threat.norm}-{threat.eps:.4g}"
     place = _place(out, base, settings, chosen)
-    done, begun = finished(place), (place / "work").exists()
-    before = "begun before; going on where it stopped" if begun else "finished before, without its report"
-    console.print(f"evidence: {place}{f' ({before})' if begun or done else ''}", highlight=False, soft_wrap=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if done:
+        if finished(place):
+            before = "finished before, without its report"
+            console.print(f"evidence: {place} ({before})", highlight=False, soft_wrap=True)
             tidy(place)
             verify(place)
             found = Evaluation.load(place)
         else:
-            with showing(console):
+            with showing(console, notes=True):
                 found = evaluate(
                     model.to(device),
                     source,

@@ -17,7 +17,7 @@ from steelman.imports import imported
 from steelman.models import PUBLISHED_LAYOUTS
 from steelman.models.classifier import build_described, load_state, load_weights
 from steelman.settings import SettingsError, make, name_and_options, options_from_texts
-from steelman.threat import ThreatModel
+from steelman.threat import ORDER, ThreatModel
 from steelman.training.folder import load_model
 
 
@@ -121,6 +121,8 @@ def _drawn(target: str, options: dict[str, Any]) -> bool:
 
 
 def threat_from(own: dict[str, Any] | None, norm: str | None, eps: str | None) -> ThreatModel:
+    if norm is not None and norm not in ORDER:
+        raise UserError(f"--norm: {unknown('norm', norm, ORDER)}")
     if own is None and eps is None:
         raise UserError("--eps: expected a radius, such as 8/255, for a model that is not a run")
     given: dict[str, Any] = {**(own or {}), **({"norm": norm} if norm else {}), **({"eps": eps} if eps else {})}

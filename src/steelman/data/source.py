@@ -17,6 +17,7 @@ from steelman.errors import UserError
 from steelman.rng import Key
 
 UNNAMED = "data"  # the name of a source without a name, in the records of an evaluation
+NORMALISED = "; the model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
 MOST_CLASSES = 1_000_000  # a label beyond is a mistake, and a name for each class below it would fill the memory
 
 
@@ -113,7 +114,8 @@ def _checked_images(images: Tensor, bounds: tuple[float, float]) -> Tensor:
         first = int(bad.flatten(1).any(1).nonzero()[0])
         raise UserError(f"expected finite pixels, got {int(bad.sum())} NaN or infinite, the first in image {first}")
     if low < bounds[0] or high > bounds[1]:
-        hint = "; divide by 255" if bounds == (0.0, 1.0) and low >= 0 and 2 < high <= 255 else ""
+        hint = "; divide by 255" if bounds == (0.0, 1.0) and high <= 255 else ""
+        hint = NORMALISED if low < bounds[0] or high <= 2 else hint
         raise UserError(f"expected values in {_range(bounds)}, got {low:g} .. {high:g}{hint}")
     return images
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from steelman.data.source import ArraySource, Source
-from steelman.errors import UserError
+from steelman.data.datasets import DATASETS
+from steelman.data.source import NORMALISED, ArraySource, Source
+from steelman.errors import UserError, shown
 from steelman.rng import Key
 
 TRIED = 4  # how many samples are read twice, to see whether they are the same both times
@@ -73,7 +75,7 @@ class TorchSource:
         low, high = (float(end) for end in x.aminmax())
         if not (low >= 0 and high <= 1):  # also True for NaN
             hint = "; divide by 255" if low >= 0 and 2 < high <= 255 else ""
-            hint = hint or "; the model must normalise its own images: steelman.wrap(model, mean=..., std=...)"
+            hint = hint or NORMALISED
             raise UserError(f"expected pixels in [0, 1], got {low:g} .. {high:g}{hint}")
         return x
 
@@ -155,9 +157,18 @@ def _label(value: Any, place: int) -> int:
 
 def as_source(data: object, what: str = "data", bounds: tuple[float, float] = (0.0, 1.0)) -> Source:
     """A source from (images, labels) as tensors or arrays, from a source, or from a map-style torch Dataset."""
+    if isinstance(data, str | os.PathLike):
+        name, part = data if data in DATASETS else "mnist", "test" if what == "test" else "train"
+        raise UserError(
+            f"{what}: expected images and labels, got {shown(data)}; give (images, labels), a torch Dataset or, after "
+            f"'import steelman.data', steelman.data.load({name!r}).{part}"
+        )
     if isinstance(data, tuple | list):
         if len(data) != 2:
-            raise UserError(f"{what}: expected (images, labels), got {len(data)} values")
+            raise UserError(
+                f"{what}: expected (images, labels), got {len(data)} values; put all images in one tensor and all "
+                "labels in another, or give a torch Dataset"
+            )
         images, labels = data
         return ArraySource(images, labels, bounds=bounds)
     if isinstance(data, Source):

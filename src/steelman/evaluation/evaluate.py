@@ -39,7 +39,7 @@ from steelman.evidence.ledger import Work
 from steelman.evidence.rebuild import confusion_of, margins_of, right_of
 from steelman.models.wrap import detected
 from steelman.precision import full_precision
-from steelman.progress import Ticker, say
+from steelman.progress import Ticker, note, say
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 
@@ -126,7 +126,10 @@ def evaluate(
         }
         tell = stack.enter_context(Ticker(chosen.name))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="steelman-"))) if out is None else out
+        begun = " (begun before; going on where it stopped)" if (place / "work").exists() else ""
         work = stack.enter_context(Work(place / "work", settings))
+        if out is not None:
+            note(f"evidence: {place}{begun}")
         run = Runner(
             model=model,
             source=source,

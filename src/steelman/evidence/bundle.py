@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman.bounded import problem, read_bytes, read_json, read_tensors
-from steelman.errors import UserError
+from steelman.errors import UserError, unfinished
 from steelman.evaluation.result import Evaluation, StageRecord
 from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
 from steelman.evidence.schema import Claims
@@ -172,6 +172,8 @@ def bundle_at(path: Path) -> Path:
     for folder in (path, path / OWN, path / GIVEN):
         if (folder / "evidence.json").exists():
             return folder
+    if how := unfinished(path):
+        raise UserError(f"no evidence in {path}: {how}")
     expected = f"no evidence in {path}: evidence.json is missing there and in its folders {OWN!r} and {GIVEN!r}"
     there = sorted(place.parent for name in ("*", "evaluations/*") for place in path.glob(f"{name}/evidence.json"))
     if there:

@@ -100,10 +100,16 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-def compare(folders: Mapping[str, Path]) -> Comparison:
-    """Check the evidence in each folder, and compare every pair of models on their common samples."""
-    if not isinstance(folders, Mapping):
-        raise UserError(f"folders: expected folders by name, such as {{'mine': 'runs/mine'}}, got {shown(folders)}")
+def compare(folders: Mapping[str, Path], *more: object) -> Comparison:
+    """Check the evidence in each folder, and compare every pair of models on their common samples.
+
+    `more` only catches a call without names, such as ``compare("runs/mine", "runs/theirs")``: it is refused.
+    """
+    if more or not isinstance(folders, Mapping):
+        raise UserError(
+            "folders: expected folders by name, such as compare({'mine': 'runs/mine', 'theirs': 'runs/theirs'}), got "
+            + ", ".join(map(shown, (folders, *more)))
+        )
     folders = {text_of("name", name): path_of("folder", folder) for name, folder in folders.items()}
     if len(folders) < 2:
         raise UserError(f"expected at least two evaluations to compare, got {len(folders)}")

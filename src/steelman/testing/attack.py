@@ -18,6 +18,7 @@ from steelman.testing.promises import (
     Snapshot,
     Straight,
     Subject,
+    check_ingredient,
     gap,
     global_noise,
     made,
@@ -68,6 +69,7 @@ def check_attack(
     >>> check_attack(PGD(steps=5), norms=["linf"])
     """
     attack = cast(Attack, made(attack))
+    check_ingredient("attack", attack, "an attack, such as PGD(steps=10)")
     chosen = norms or getattr(attack, "norms", None) or tuple(ORDER)
     with one_thread():
         for norm in chosen:

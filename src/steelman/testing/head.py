@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from steelman.errors import UserError, shown
 from steelman.heads import Head, heads_of, with_margin
 from steelman.testing.promises import Subject, gap, name_of, noise, same_bits
 
@@ -34,6 +35,9 @@ def check_head(head_factory: Callable[[int, int], Head]) -> None:
     >>> from steelman.heads import HEADS
     >>> check_head(HEADS["he"])
     """
+    if isinstance(head_factory, nn.Module) or not callable(head_factory):  # a head can be called too, with features
+        expected = "a function that makes a head for (features, classes), such as HEADS['he']"
+        raise UserError(f"head_factory: expected {expected}, got {shown(head_factory)}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         _Check(Subject(name_of(head_factory)), head_factory).all()

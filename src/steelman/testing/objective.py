@@ -20,6 +20,7 @@ from steelman.testing.promises import (
     Interrupt,
     Snapshot,
     Subject,
+    check_ingredient,
     gap,
     global_noise,
     made,
@@ -67,6 +68,7 @@ def check_objective(
     >>> check_objective(PGDAT(), heads=["he"])
     """
     given = made(objective)
+    check_ingredient("objective", given, "an objective, such as PGDAT()")
     subject = Subject(name_of(given))
     text = f"is a {type(given).__name__}, expected a subclass of steelman.objectives.Objective"
     subject.keeps("kind", isinstance(given, Objective), text)

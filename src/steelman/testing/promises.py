@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from steelman.errors import UserError, shown
 from steelman.rng import Key
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,6 +61,12 @@ def made(ingredient: Any) -> Any:
     except (TypeError, ValueError):
         return ingredient
     return ingredient()
+
+
+def check_ingredient(name: str, value: object, expected: str) -> None:
+    """Refuse what is no ingredient at all, such as the name of one."""
+    if not callable(value):
+        raise UserError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def name_of(ingredient: Any) -> str:
