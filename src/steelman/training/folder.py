@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from steelman.arguments import model_of, path_of
 from steelman.attacks import Attack
 from steelman.data.source import Source
-from steelman.errors import UserError, resume_command, shown, unfinished
+from steelman.errors import UserError, resume_command, shown
 from steelman.evaluation.evaluate import evaluate, versions
 from steelman.evaluation.result import Evaluation, Verdict
 from steelman.evaluation.stages import Suite
@@ -191,7 +191,8 @@ def load_model(folder: Path, allow_import: Collection[str] = ()) -> tuple[nn.Mod
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a run's model, and its weights."""
     if not (folder / "model.json").is_file():
-        hint = unfinished(folder) or "it is not a run"
+        begun = any((folder / name).is_file() for name in ("recipe.yaml", "fit.json"))
+        hint = f"the run is not finished; go on with: {resume_command(folder)}" if begun else "it is not a run"
         raise UserError(f"no model in {folder}: {hint}")
     record, path = model_file(folder / "model.json"), folder / "model.safetensors"
     if checksum(path) != record["sha256"]:
