@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from steelman.attacks import PGD
 from steelman.data import DATASETS
+from steelman.errors import UserError
 from steelman.evaluation.result import Evaluation, interval
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evaluation.suites import SUITES
@@ -391,7 +392,7 @@ def test_verify_says_what_it_checked(command: Command, made: Path) -> None:
 def test_verify_compares_the_published_seal(command: Command, fails: Fails, made: Path) -> None:
     place = str(made / "nearest_mean")
     seal = read_bundle(Path(place)).seal
-    code, out, _ = command("verify", place, "--seal", seal[:12])
+    code, out, _ = command("verify", place, "--seal", seal[:32])
     assert code == 0
     assert "  checked: the seal is the published one" in out
     assert "the seal is the published one" not in command("verify", place)[1]
@@ -400,7 +401,7 @@ def test_verify_compares_the_published_seal(command: Command, fails: Fails, made
         code, out, err = command(*words, "--seal", "0" * 64)
         assert (code, out) == (1, "")
         assert f"the evidence has the seal {seal}, and the published one is {'0' * 64}" in err
-        assert "--seal: expected 12 to 64 digits" in fails(*words, "--seal", "abc")
+        assert "--seal: expected 32 to 64 digits" in fails(*words, "--seal", "abc")
 
 
 def test_verify_audits(command: Command, fails: Fails, made: Path) -> None:
@@ -537,13 +538,15 @@ def test_a_runs_folder_stands_for_its_own_verdict(
     code, out, err = command("compare", f"a={a_run}", "b=other", "--out", "page.html")
     assert (code, err) == (0, "")
     assert "a and b have the same weights" in out
-    # Where its data cannot be had, what could not be checked is said, with the reason.
+    # Where its data cannot be had, nothing is accepted: a stranger's folder could name data that nobody has.
     described = json.loads((tmp_path / "other" / "model.json").read_text())
     described["data"] = {"name": "mnist", "options": {"root": str(tmp_path / "nothing")}}
     (tmp_path / "other" / "model.json").write_text(json.dumps(described))
     code, out, err = command("verify", "other")
-    assert (code, err) == (0, "")
-    assert re.search(r"not checked: the weights are .*: mnist is not on this machine", out)
+    assert (code, out) == (2, "")
+    assert "the run's own model and data are needed: mnist is not on this machine" in err
+    assert err.endswith("To check the evidence alone: steelman verify other/verdict\n")
+    assert re.search(r"not checked: the weights are .*: give --model", command("verify", "other/verdict")[1])
     assert command("verify", "other", "--data", "mnist")[0] == 2, "what is asked for and cannot be had is a mistake"
     assert command("verify", "other", "--data", "digits")[0] == 0
     # Another model's verdict in its place is rejected by its own weights.
@@ -551,7 +554,13 @@ def test_a_runs_folder_stands_for_its_own_verdict(
     shutil.copytree(made / "nearest_mean", tmp_path / "other" / "verdict")
     code, _, err = command("verify", "other", "--data", "digits")
     assert code == 1
-    assert "the model's weights are not those that were evaluated" in err
+    assert "is evidence of another model than other/model.safetensors" in err
+    for words in (("gate", "other", "--min-robust", "0"), ("compare", f"a={a_run}", "b=other")):
+        code, _, err = command(*words)
+        assert code == 2
+        assert "is evidence of another model than other/model.safetensors" in err
+    with pytest.raises(UserError, match="is evidence of another model than"):
+        Evaluation.load(tmp_path / "other")
 
 
 def test_a_runs_folder_without_a_verdict_names_its_evaluations(fails: Fails, made: Path, tmp_path: Path) -> None:

@@ -352,10 +352,63 @@ def test_times_are_as_written_or_refused(copy: Path) -> None:
 
 def test_the_published_seal(copy: Path) -> None:
     seal = read_bundle(copy).seal
-    for given in (seal, seal[:12], f" {seal.upper()}\n"):
+    for given in (seal, seal[:32], f" {seal.upper()}\n"):
         assert verify(copy, seal=given).seal == seal
-    with pytest.raises(SealError, match=f"the evidence has the seal {seal}, and the published one is {'0' * 12}"):
-        verify(copy, seal="0" * 12)
-    for given in (seal[:11], "", "sound", seal + "0"):
-        with pytest.raises(UserError, match="--seal: expected 12 to 64 digits"):
+    with pytest.raises(SealError, match=f"the evidence has the seal {seal}, and the published one is {'0' * 32}"):
+        verify(copy, seal="0" * 32)
+    wrong: list[Any] = [seal[:31], "", "sound", seal + "0", 5]
+    for given in wrong:
+        with pytest.raises(UserError, match=r"expected 32 to 64 digits|seal: expected a text, got 5"):
             verify(copy, seal=given)
+
+
+def test_text_that_steers_a_terminal_is_refused(copy: Path) -> None:
+    """Such a text could print a line that no check has said."""
+    for place, key, text in (
+        ("versions", "torch", "2\n  checked: all"),
+        ("", "model", "\x1b]0;title\x07"),
+        ("versions", "a\x1b[31m", "b"),
+    ):
+        forged = Forged(copy)
+        kept = (copy / "evidence.json").read_bytes()
+        (forged.record[place] if place else forged.record)[key] = text
+        forged.seal()
+        with pytest.raises(DamagedError, match="expected texts of printable characters"):
+            verify(copy)
+        (copy / "evidence.json").write_bytes(kept)
+    with pytest.raises(UserError, match="name: expected a text of printable characters"):
+        evaluate(a_model(), the_data(), None, ThreatModel(eps=EPS), name="a\nb")
+
+
+def test_a_public_name_of_other_data_is_refused(copy: Path) -> None:
+    source = the_data()
+    source.name = "digits test"
+    forged = Forged(copy)
+    forged.record["data"] = "cifar10 test"
+    forged.conclude()
+    with pytest.raises(DamagedError, match="the data are claimed to be 'cifar10 test', and these are 'digits test'"):
+        verify(copy, model=a_model(), source=source)
+
+
+@pytest.mark.parametrize("change", [{"robust_correct": 1}, {"seed": 12345}])
+def test_a_verdict_that_does_not_follow_is_not_even_read(copy: Path, change: dict[str, Any]) -> None:
+    forged = Forged(copy)
+    forged.record.update(change)
+    forged.seal()
+    with pytest.raises(DamagedError):
+        Evaluation.load(copy)
+
+
+def test_a_radius_of_zero_and_a_sign_without_places(copy: Path) -> None:
+    forged = Forged(copy)
+    forged.record["threat"]["eps"] = 0.0
+    forged.record["suite"]["name"] = "nobody's"
+    forged.seal()
+    with pytest.raises(DamagedError, match=r"expected a radius above 0, got 0\.0"):
+        verify(copy)
+    forged.record["threat"]["eps"] = EPS
+    name = next(name for name in forged.signs if name not in ("rows", "broken"))
+    forged.signs[name] = torch.tensor(True)
+    forged.write()
+    with pytest.raises(DamagedError, match="expected a list of what was measured"):
+        verify(copy)

@@ -6,6 +6,7 @@ import errno
 import inspect
 import math
 import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,37 @@ def path_of(name: str, value: object) -> Path:
     return path
 
 
+def home_of(name: str, value: object) -> Path:
+    """A path, with ``~`` as the user's home directory."""
+    path = path_of(name, value)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UserError(f"{name}: expected a path, got {shown(str(path))}: nobody has this home directory") from None
+
+
 def text_of(name: str, value: object) -> str:
     """A text."""
     if not isinstance(value, str):
         raise UserError(f"{name}: expected a text, got {shown(value)}")
     return value
+
+
+def check_printable(name: str, text: str) -> None:
+    r"""Refuse a text with characters that steer a terminal, or that no file can hold.
+
+    >>> check_printable("name", "a\nb")
+    Traceback (most recent call last):
+    ...
+    steelman.errors.UserError: name: expected a text of printable characters, got 'a\nb'
+    """
+    if not printable(text):
+        raise UserError(f"{name}: expected a text of printable characters, got {shown(text)}")
+
+
+def printable(text: str) -> bool:
+    """Whether a text has no characters that steer a terminal, or that no file can hold."""
+    return all(unicodedata.category(character) not in ("Cc", "Cs") for character in text)
 
 
 def number_of(name: str, value: object, expected: str = "a number") -> float:

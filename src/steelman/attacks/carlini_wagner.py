@@ -81,8 +81,8 @@ class CarliniWagner(Search):
 
     steps: Count = 1000
     search_steps: Count = 9
-    c: Annotated[Number, Field(gt=0)] = 1e-3
-    lr: Annotated[Number, Field(gt=0)] = 0.01
+    c: Annotated[Number, Field(gt=0, le=1e10)] = 1e-3
+    lr: Annotated[Number, Field(gt=0, le=1e3)] = 0.01
     confidence: Annotated[Number, Field(ge=0)] = 0.0
 
     def search(self, problem: Problem) -> None:

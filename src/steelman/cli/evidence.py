@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +59,7 @@ def verify(
         list[str] | None, typer.Option(help="An option of a model given by name: width=16. Repeat for more.")
     ] = None,
     seal: Annotated[
-        str | None, typer.Option(help="The published seal, or at least its first 12 digits. Another seal is rejected.")
+        str | None, typer.Option(help="The published seal, or at least its first 32 digits. Another seal is rejected.")
     ] = None,
     reattack: Annotated[
         int | None, typer.Option(help="Audit: attack so many of the samples that are claimed to be robust.")
@@ -88,11 +89,11 @@ def verify(
         raise UserError("--weights, --layout, --head and --option: expected --model with them")
     if reattack is None and (suite is not None or salt is not None):
         raise UserError("--suite and --salt: expected --reattack with them")
-    place, missing = bundle_at(bundle), ""
+    place = bundle_at(bundle)
     net: nn.Module | None = None
     dataset: Dataset | None = None
     if model is None and (bundle / "model.json").is_file():
-        net, dataset, missing = _own(bundle, data, root)
+        net, dataset = _own(bundle, data, root)
     elif model is None:
         dataset = _dataset(data, root)
     else:
@@ -100,7 +101,7 @@ def verify(
         net, dataset = asked.load()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reattack is not None and (net is None or dataset is None):
-        raise UserError(f"--reattack: expected the model and the data with it{f': {missing}' if missing else ''}")
+        raise UserError("--reattack: expected the model and the data with it")
     try:
         with showing(console):
             found = check(
@@ -115,11 +116,11 @@ def verify(
             )
     except DamagedError as error:
         raise _refuse("rejected", str(error)) from None
-    _print_checked(found, place, missing, published=seal is not None)
+    _print_checked(found, place, published=seal is not None)
 
 
-def _print_checked(found: Checked, place: Path, missing: str, *, published: bool) -> None:
-    """Print what was checked, and what was not. `missing` is the reason why there is no model."""
+def _print_checked(found: Checked, place: Path, *, published: bool) -> None:
+    """Print what was checked, and what was not."""
     done = [
         f"the evidence has not changed since it was sealed, and its counts of {found.samples} samples are right",
         f"each of the {found.broken} broken samples has an adversarial image, inside the range of pixels",
@@ -132,11 +133,11 @@ def _print_checked(found: Checked, place: Path, missing: str, *, published: bool
         left.append("the pilot measured its signs and the curve as it is written: only an audit can show that")
     (done if found.data else left).append(
         "the data are those of the evaluation, and each adversarial image is within the radius"
-        + ("" if found.data else f": {missing or 'give --data'}")
+        + ("" if found.data else ": give --data")
     )
     (done if found.model else left).append(
         "the weights are those of the evaluation, and the model answers each image as recorded"
-        + ("" if found.model else f": {missing or 'give --model'}")
+        + ("" if found.model else ": give --model")
     )
     if found.page:
         left.append(f"report.html: {found.page}")
@@ -157,22 +158,19 @@ def _print_checked(found: Checked, place: Path, missing: str, *, published: bool
         _say(f"  {found.rounded} of the {found.broken} samples stay broken when their images are rounded to 8 bits")
 
 
-def _own(run: Path, data: str | None, root: Path | None) -> tuple[nn.Module | None, Dataset | None, str]:
-    """A run's model and data, and an empty text; or neither, and the reason.
-
-    The data may be missing on this machine, or only the user's code can build the model.
-    """
+def _own(run: Path, data: str | None, root: Path | None) -> tuple[nn.Module, Dataset]:
+    """A run's model and data. If they cannot be had, the run cannot be checked, and the error says what can be."""
     from steelman.cli.subjects import subject
-    from steelman.training.folder import read_model
+    from steelman.evidence.bundle import bundle_at
 
-    read_model(run)  # damaged weights must be an error here, and not a reason to check less
     try:
         asked = subject(str(run), data=data, root=root, weights=None, layout=None, head="linear", options=[])
-        return *asked.load(), ""
+        return asked.load()
     except UserError as error:
-        if data is not None or root is not None:  # the user asked for this check
-            raise
-        return None, None, str(error)
+        raise UserError(
+            f"the run's own model and data are needed: {error}. To check the evidence alone: steelman verify "
+            f"{shlex.quote(str(bundle_at(run)))}"
+        ) from None
 
 
 def _dataset(data: str | None, root: Path | None) -> Dataset | None:
@@ -296,7 +294,7 @@ def gate(
         typer.Option("--allow-suspect", help="Also pass a suspect verdict, or one without a suite of steelman's."),
     ] = False,
     seal: Annotated[
-        str | None, typer.Option(help="The published seal, or at least its first 12 digits. Another seal fails.")
+        str | None, typer.Option(help="The published seal, or at least its first 32 digits. Another seal fails.")
     ] = None,
 ) -> None:
     """Pass or fail a verdict, for a CI job: it must be high enough, complete and sound.
@@ -339,3 +337,5 @@ def gate(
     if reasons:
         raise _refuse("failed", "; ".join(reasons))
     _say("; ".join([f"passed: {passed}", f"trust: {verdict['trust']}", *verdict["reasons"]]))
+    if found.version:
+        _say(f"note: {found.version}; its sentences were not checked")

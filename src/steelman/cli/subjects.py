@@ -125,7 +125,7 @@ def threat_from(own: dict[str, Any] | None, norm: str | None, eps: str | None) -
         raise UserError(f"--norm: {unknown('norm', norm, ORDER)}")
     if own is None and eps is None:
         raise UserError("--eps: expected a radius, such as 8/255, for a model that is not a run")
-    given: dict[str, Any] = {**(own or {}), **({"norm": norm} if norm else {}), **({"eps": eps} if eps else {})}
+    given: dict[str, Any] = {**(own or {}), **({"norm": norm} if norm else {}), **({} if eps is None else {"eps": eps})}
     if own is not None and norm not in (None, own["norm"]) and eps is None:
         raise UserError(f"--eps: expected a radius for norm {norm}; the run's own is for {own['norm']}")
     try:

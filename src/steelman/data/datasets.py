@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import validate_call
 from torch import Tensor
 
+from steelman.arguments import home_of
 from steelman.data.folder import FolderSource
 from steelman.data.formats import PARTS
 from steelman.data.published import FETCHABLE, Fetchable
@@ -139,9 +140,9 @@ def arrays(*, root: Path | None = None) -> Dataset:
 def _given(name: str, root: Path | None) -> Path:
     if root is None:
         raise UserError(f"dataset {name!r} needs root=PATH, where your images are")
-    if not root.expanduser().exists():
-        raise UserError(f"dataset {name!r}: expected an existing root, got {root}")
-    return root.expanduser()
+    if not (place := home_of("root", root)).exists():
+        raise UserError(f"dataset {name!r}: expected an existing root, got {shown(str(root))}")
+    return place
 
 
 def _source(found: dict[str, NDArray[Any]], part: str, classes: list[str]) -> ArraySource:

@@ -11,11 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from steelman.arguments import check_printable
 from steelman.data.source import UNNAMED
 from steelman.errors import UserError, shown
 from steelman.rng import Key
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# Without this list, Pillow would go by the content alone, and give PostScript to another program.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+MOST_PIXELS = 1 << 26  # of one image: decoding more would take gigabytes
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ATTEMPTS = 10
@@ -66,7 +70,11 @@ class FolderSource:
 
     def _one(self, path: Path, noise: list[float] | None) -> Image.Image:
         try:
-            with Image.open(path) as file:
+            if not path.is_file():  # a pipe would wait for ever
+                raise UserError(f"{path}: expected a file, got none, or something else")
+            with Image.open(path, formats=FORMATS) as file:
+                if file.width * file.height > MOST_PIXELS:
+                    raise UserError(f"{path}: expected at most {MOST_PIXELS:,} pixels, got {file.size}")
                 wide = ";16" in str(getattr(file, "tile", ""))
                 if wide or file.mode.startswith(("I", "F")):
                     kind = "16 bits" if wide else f"an image of mode {file.mode}"
@@ -118,6 +126,7 @@ def _scan(root: Path) -> tuple[tuple[str, ...], list[bytes], list[int]]:
         names: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
+            check_printable("the name of a class", name)
             files = sorted(
                 entry.name
                 for entry in os.scandir(root / name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import steelman
-from steelman.arguments import number_of, path_of, text_of
+from steelman.arguments import check_printable, number_of, path_of, text_of
 from steelman.attacks import PGD, Attack
 from steelman.attacks.eot import EOT
 from steelman.data.source import Source, knows_classes, name_of
@@ -113,6 +113,10 @@ def evaluate(
         )
         chosen = settled(chosen, model, source, threat, device, batch_size)
         names = source.classes if len(source.classes) == classes else tuple(map(str, range(classes)))
+        stages = [stage.name for stage in chosen.stages]
+        for what, texts in {"name": [name], "classes": names, "data": [name_of(source)], "stages": stages}.items():
+            for text in texts:
+                check_printable(what, text)
         settings: dict[str, Any] = {
             "model": name,
             "weights": weights_digest(model),

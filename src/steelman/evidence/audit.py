@@ -131,7 +131,7 @@ def audit(
         raise unknown("suite", suite, SUITES)
     salt = secrets.token_hex(8) if salt is None else salt
     claimed = (bundle.samples["broken_by"] == ROBUST).nonzero()[:, 0]
-    number = hashlib.sha256(f"{bundle.seal}\n{salt}".encode()).digest()
+    number = hashlib.sha256(f"{bundle.seal}\n{salt}".encode(errors="surrogateescape")).digest()
     rows = drawn_by(number, claimed)[:count].sort().values
     verdict, broken = (
         (None, rows[:0]) if not len(rows) else _attacked(bundle, model, source, rows, number, suite, batch_size)

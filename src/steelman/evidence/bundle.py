@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from steelman.arguments import printable
 from steelman.bounded import problem, read_bytes, read_json, read_tensors
-from steelman.errors import UserError, unfinished
+from steelman.errors import UserError, shown, unfinished
 from steelman.evaluation.result import Evaluation, StageRecord
 from steelman.evidence.ledger import COLUMNS, FORMAT, Ledger, writing
 from steelman.evidence.schema import Claims
@@ -200,7 +201,8 @@ def read_bundle(folder: Path) -> Bundle:
         if record.get("seal") != seal_of(record) or content != _text(record):
             raise DamagedError(f"{path} was changed: its seal does not fit its content")
         Claims.model_validate(record)
-        threat = ThreatModel(**record["threat"])
+        _check_texts(record, path)
+        threat = _threat(record["threat"])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except pydantic.ValidationError as error:
@@ -224,6 +226,28 @@ def read_bundle(folder: Path) -> Bundle:
             got = "none" if column is None else f"{column.dtype} of shape {tuple(column.shape)}"
             raise DamagedError(f"samples.safetensors: expected {record['total']} rows of {name!r}, got {got}")
     return Bundle(folder, record, samples, threat)
+
+
+def _threat(claimed: dict[str, Any]) -> ThreatModel:
+    threat = ThreatModel(**claimed)
+    if not threat.eps > 0:
+        raise ValueError(f"expected a radius above 0, got {threat.eps}")
+    return threat
+
+
+def _check_texts(record: dict[str, Any], path: Path) -> None:
+    """Refuse texts that steer a terminal: they could write lines that no check has said."""
+    for text in _texts(record):
+        if not printable(text):
+            raise DamagedError(f"{path} is damaged: expected texts of printable characters, got {shown(text)}")
+
+
+def _texts(part: Any) -> Iterator[str]:
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, dict | list):
+        for value in (*part, *part.values()) if isinstance(part, dict) else part:
+            yield from _texts(value)
 
 
 def _record(content: bytes, path: Path) -> Any:
@@ -264,8 +288,13 @@ def _text(record: dict[str, Any]) -> bytes:
 
 def weights_digest(model: nn.Module) -> str:
     """The SHA-256 of a model's weights and buffers, with their names."""
+    return digest_of(model.state_dict())
+
+
+def digest_of(state: Mapping[str, object]) -> str:
+    """The SHA-256 of weights and buffers by name."""
     found = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
+    for name, value in sorted(state.items()):
         if isinstance(value, Tensor):
             array = value.detach().cpu().contiguous()
             found.update(f"{name} {array.dtype} {tuple(array.shape)}\n".encode())

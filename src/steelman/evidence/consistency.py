@@ -20,7 +20,7 @@ from steelman.evaluation.result import Trust
 from steelman.evaluation.stages import described
 from steelman.evaluation.suites import SUITES, suite_named
 from steelman.evaluation.verdict import Kept, notes_of, verdict_of
-from steelman.evidence.bundle import Bundle, DamagedError, data_digest
+from steelman.evidence.bundle import GIVEN, OWN, Bundle, DamagedError, data_digest, digest_of
 from steelman.evidence.ledger import ROBUST, WRONG, drawn, pilot_size, sentinel_size, share_size
 from steelman.evidence.rebuild import kept_in
 from steelman.rng import Key
@@ -36,6 +36,7 @@ def check_consistency(bundle: Bundle) -> Kept:
     _planned(bundle, kept)
     _curve(bundle, kept)
     _verdict(bundle, kept)
+    _around(bundle)
     return kept
 
 
@@ -65,6 +66,19 @@ def stranger(bundle: Bundle) -> str:
 
 def _in_full(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plan, "stages": [{**stage, "precision": "full"} for stage in plan["stages"]]}
+
+
+def _around(bundle: Bundle) -> None:
+    """Raise if the evidence is in a run's folder, and of another model than the run's."""
+    weights = bundle.folder.parent / "model.safetensors"
+    if bundle.folder.name not in (OWN, GIVEN) or not weights.is_file():
+        return
+    from steelman.models.classifier import load_state  # models need attacks, and most checks need no model
+
+    state = load_state(weights)
+    # A wrapper around the model puts its own name before those of the weights.
+    if bundle.record["weights"] not in (digest_of(state), digest_of({f"model.{key}": state[key] for key in state})):
+        raise DamagedError(f"{bundle.folder} is evidence of another model than {weights}")
 
 
 def _columns(bundle: Bundle) -> None:

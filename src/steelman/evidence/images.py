@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,10 @@ def check_clean(bundle: Bundle, source: Source, asked: Asked | None) -> None:
     samples, n = bundle.samples, bundle.record["total"]
     if len(source) < n:
         raise DamagedError(f"expected at least {n} images, got {len(source)}")
+    low, high = math.inf, -math.inf
     for rows in _parts(torch.arange(n), source):
         x, y = source.images(rows), source.labels[rows]
+        low, high = min(low, float(x.min())), max(high, float(x.max()))
         wrong = rows[(y != samples["label"][rows]) | (digests(x, y) != samples["digest"][rows])]
         if len(wrong):
             raise DamagedError(f"the data are not those that were evaluated: samples {some(wrong)} differ")
@@ -86,6 +89,12 @@ def check_clean(bundle: Bundle, source: Source, asked: Asked | None) -> None:
             bad |= (above > unit) & (samples["broken_by"][rows] == ROBUST) & (name == "margin")
             if bool(bad.any()):
                 raise DamagedError(f"the {name} of samples {some(rows[bad])} is not what the model gives")
+    threat = bundle.threat
+    # In a range that is too wide, the same radius would be fewer grey levels.
+    if (threat.low, threat.high) != (0, 1) and low >= 0 and high <= 1:
+        raise DamagedError(
+            f"the range is claimed to be {threat.low:g} .. {threat.high:g}, and all pixels are in 0 .. 1"
+        )
 
 
 def check_images(

@@ -26,8 +26,11 @@ from steelman.evidence.ledger import ROBUST, WRONG
 
 
 def evaluation_of(folder: Path) -> Evaluation:
-    """The evaluation whose evidence is at `folder` (see `bundle_at`)."""
+    """The evaluation whose evidence is at `folder` (see `bundle_at`). Claims that contradict each other are refused."""
+    from steelman.evidence.consistency import check_consistency  # it imports this file
+
     bundle = read_bundle(folder)
+    check_consistency(bundle)
     record, samples, threat, verdict = bundle.record, bundle.samples, bundle.threat, bundle.record["verdict"]
     times, classes = times_in(bundle.folder), len(record["classes"])
     stages = stages_in(bundle, times)
@@ -123,7 +126,7 @@ def _signs_in(bundle: Bundle) -> dict[str, Tensor]:
         of = part.get(name if name.endswith(", of") else f"{name}, of")
         good = column.dim() == 1 and column.dtype == (torch.bool if of is None else torch.int64)
         # A sign has a value for each sample or point, or a count for each batch.
-        enough = len(column) >= (len(rows) if of is None else min(len(rows), 1))
+        enough = column.numel() >= (len(rows) if of is None else min(len(rows), 1))
         if not good or not enough or bool((column.long() < 0).any()) or (of is not None and of.shape != column.shape):
             raise DamagedError(f"{SIGNS_FILE}: expected a list of what was measured as {name!r}")
     return part

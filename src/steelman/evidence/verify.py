@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 import steelman
-from steelman.arguments import device_from, model_of, path_of
-from steelman.data.source import Source, knows_classes
+from steelman.arguments import device_from, model_of, path_of, text_of
+from steelman.data import DATASETS
+from steelman.data.source import UNNAMED, Source, knows_classes, name_of
 from steelman.errors import UserError
 from steelman.evaluation.masking import SIGNS
 from steelman.evidence.audit import Audit, audit
@@ -42,7 +43,7 @@ from steelman.evidence.images import (
 )
 from steelman.evidence.page import PAGE, check_page
 
-SHORTEST = 12  # digits of a seal that name it well enough
+SHORTEST = 32  # digits of a seal: with fewer, a forger could try until his evidence has the same ones
 
 
 class SealError(DamagedError):
@@ -163,7 +164,7 @@ def check_seal(bundle: Bundle, seal: str | None) -> None:
     """Raise unless the evidence has the published seal. None asks for nothing."""
     if seal is None:
         return
-    asked = seal.strip().lower()
+    asked = text_of("seal", seal).strip().lower()
     if not re.fullmatch(f"[0-9a-f]{{{SHORTEST},64}}", asked):
         raise UserError(f"--seal: expected {SHORTEST} to 64 digits of 0-9 and a-f, got {seal[:80]!r}")
     if not bundle.seal.startswith(asked):
@@ -178,6 +179,9 @@ def _unknown(bundle: Bundle) -> tuple[str, ...]:
 
 def _names(bundle: Bundle, source: Source) -> None:
     """Raise unless classes and shape are those of the data. A model with more outputs has numbers as classes."""
+    name, given = bundle.record["data"].split()[:1], name_of(source)
+    if name and name[0] in DATASETS and given != UNNAMED and given.split()[:1] != name:
+        raise DamagedError(f"the data are claimed to be {bundle.record['data']!r}, and these are {given!r}")
     claimed = bundle.record["classes"]
     numbers = [str(number) for number in range(len(claimed))]
     named = knows_classes(source) and len(source.classes) == len(claimed)

@@ -254,6 +254,8 @@ def make_folder(folder: Path, name: str, content: bytes) -> None:
 
 def mend(folder: Path) -> None:
     """Before a run goes on: delete what a killed process left half written, and write what it had no time to write."""
+    if link := next((path for path in sorted(folder.iterdir()) if path.is_symlink()), None):
+        raise UserError(f"{link} is a link, and the run would write to another place: expected a folder without links")
     sweep(folder, FILES)
     for name in (OWN, GIVEN):
         if (folder / name).is_dir():
