@@ -363,6 +363,10 @@ class TestRefusals:
         [
             (lambda x, y: (x * 255, y), r"expected pixels in \[0, 1\]|pixels go up to 255"),
             (lambda x, y: ((x - 0.5) / 0.2, y), r"The model must normalise its own images: steelman\.wrap"),
+            (
+                lambda x, y: (x.double(), y),
+                r"expected images in torch\.float32, as the model's weights are, got torch\.fl",
+            ),
             (lambda x, y: (x, y.float()), "expected 8 labels in int64, got torch.float32"),
             (lambda x, y: (x, y[:3]), r"expected 8 labels in int64, got torch.int64 of shape \(3,\)"),
             (lambda x, y: ((x * 255).byte(), y), "expected floating-point images"),

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from steelman.data import FolderSource, Subset, batches, load, stream
+from steelman.data import FolderSource, Subset, batches, folder, load, stream
 from steelman.data.folder import random_box
 from steelman.data.source import first, name_of
 from steelman.errors import UserError
@@ -182,3 +182,37 @@ def test_folders_that_are_not_datasets(pictures: Path, tmp_path: Path) -> None:
     assert len(load("folder", root=pictures, test="val").test) == 4
     with pytest.raises(UserError, match=r"cannot read .*/neither: No such file"):
         load("folder", root=pictures, test="neither")
+
+
+def test_an_image_goes_to_no_other_program(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow gives PostScript to Ghostscript, which runs it."""
+    called: list[object] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given, **_: called.append(given))
+    path = sorted((pictures / "train").glob("*/*"))[0]
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n")
+    source = FolderSource(pictures / "train", size=8, resize=8)
+    with pytest.raises(UserError, match="cannot read the image"):
+        source.images(torch.tensor([0]))
+    assert called == []
+
+
+def test_a_pipe_is_no_image(pictures: Path) -> None:
+    path = sorted((pictures / "train").glob("*/*"))[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="expected a file, got none, or something else"):
+        FolderSource(pictures / "train", size=8, resize=8).images(torch.tensor([0]))
+
+
+def test_an_image_of_too_many_pixels(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "MOST_PIXELS", 100)
+    with pytest.raises(UserError, match="expected at most 100 pixels, got"):
+        FolderSource(pictures / "train", size=8, resize=8).images(torch.tensor([0]))
+
+
+def test_the_name_of_a_class_that_no_file_can_hold(pictures: Path) -> None:
+    """Training would end before its model could be written."""
+    (one, *_) = sorted((pictures / "train").iterdir())
+    one.rename(os.fsdecode(os.fsencode(pictures / "train") + b"/\xff"))
+    with pytest.raises(UserError, match="the name of a class: expected a text of printable characters"):
+        FolderSource(pictures / "train")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from steelman.attacks import PGD
 from steelman.attacks.shaped import SHAPES, Shaped, largest, on_grid
 from steelman.data.source import ArraySource
 from steelman.evaluation.checks import ContractError, check_radius
+from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.manners import Manners, Witness, check_manners, differ, otherwise
 from steelman.heads import linear
 from steelman.threat import Norm, ThreatModel
@@ -223,3 +226,15 @@ def test_a_radius_under_half_a_grey_level_is_refused_unless_said(threat: ThreatM
     assert words in str(caught.value)
     check_radius(threat, tiny_eps=True)
     check_radius(threat.at(0.6 / 255 * (threat.high - threat.low)))
+
+
+@pytest.mark.parametrize("make", ["trace", "script"])
+def test_a_model_of_torch_s_compiler_can_be_judged(make: str) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval(), torch.rand(20, 1, 4, 4)
+    y = net(x).argmax(dim=1)
+    compiled: Any = torch.jit.trace(net, x[:2]) if make == "trace" else torch.jit.script(net)  # type: ignore[no-untyped-call]
+    plain, other = (
+        evaluate(one.eval(), x, y, ThreatModel(eps=0.1), {"pgd": PGD(steps=3)}).verdict for one in (net, compiled)
+    )
+    assert plain == other

@@ -354,3 +354,13 @@ def test_readers_of_images_that_fall_to_the_same_signal_lose_nothing(whole: Path
     assert trainer.progress.step == 3
     a_trainer(tmp_path).fit(resume=True)
     same_run(whole, tmp_path)
+
+
+def test_a_run_writes_through_no_link(tmp_path: Path) -> None:
+    """A stranger's folder could lead its files to any place."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "verdict").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="verdict is a link, and the run would write to another place"):
+        folders.mend(tmp_path / "run")
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -142,7 +142,8 @@ class Witness:
     def __init__(self, model: nn.Module) -> None:
         self.kept: nn.Module | None
         try:
-            self.kept = copy.deepcopy(getattr(model, "_orig_mod", model))  # a copy need not be compiled
+            with torch.no_grad():
+                self.kept = copy.deepcopy(getattr(model, "_orig_mod", model))  # a copy need not be compiled
         except Exception:  # copying may raise any error
             self.kept = None
 
@@ -157,7 +158,8 @@ class Witness:
         if self.kept is None:
             return None
         # The copy shares the weights. Everything else is new, so no question knows of the one before.
-        fresh = copy.deepcopy(self.kept, {id(one): one for one in self.kept.parameters()})
+        with torch.no_grad():  # else a scripted model's copy would keep a graph to the weights it is copied from
+            fresh = copy.deepcopy(self.kept, {id(one): one for one in self.kept.parameters()})
         with untouched(fresh), torch.no_grad():
             parts = [logits_of(fresh, part.clone()) for part in torch.split(points.flip(0), COMPANY)]
         return torch.cat(parts).flip(0)

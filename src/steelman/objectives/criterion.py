@@ -306,6 +306,7 @@ class Criterion:
             check_plain(what, value)
         if x.dim() < 2 or not x.is_floating_point() or not x.numel():
             raise UserError(f"expected floating-point images (N, C, H, W), got {x.dtype} of shape {tuple(x.shape)}")
+        _check_precision(self.net, x)
         if y.dtype != torch.int64 or y.shape != x.shape[:1]:
             raise UserError(f"expected {len(x)} labels in int64, got {y.dtype} of shape {tuple(y.shape)}")
         if int(y.min()) < 0:
@@ -340,6 +341,14 @@ class Criterion:
 def _compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _check_precision(net: nn.Module, x: Tensor) -> None:
+    """Refuse images of another precision than the weights, unless autocast converts them."""
+    kinds = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
+    if kinds and x.dtype not in kinds and not torch.is_autocast_enabled(x.device.type):
+        names = " or ".join(sorted(map(str, kinds)))
+        raise UserError(f"expected images in {names}, as the model's weights are, got {x.dtype}")
 
 
 def bare(model: nn.Module) -> nn.Module:
