@@ -340,6 +340,7 @@ class TestCost:
     ("attack", "norm"),
     [
         (APGD(steps=12, restarts=2), "linf"),
+        (APGD(steps=8, loss="targeted-dlr"), "l2"),
         (APGD(steps=8, loss="targeted-dlr", together=True), "l2"),
         (APGD(steps=8, loss="targeted-dlr", together=True), "l1"),
     ],

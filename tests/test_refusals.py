@@ -165,7 +165,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "suite"), [*((what, "fast") for what in MODELS), ("noise", "standard"), ("NaN logits", "full")]
+    ("what", "suite"),
+    [
+        *((what, "fast") for what in MODELS),
+        *((what, suite) for what in ("labels beyond the classes", "noise") for suite in ("standard", "full")),
+    ],
 )
 def test_a_model_that_cannot_be_judged_is_refused(what: str, suite: str, attacked: list[str]) -> None:
     make, reason, words = MODELS[what]
