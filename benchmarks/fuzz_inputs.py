@@ -274,7 +274,8 @@ def altered(rng: random.Random, value: Any, values: list[Any], words: tuple[str,
                 moved = moved[key]
             inside[path[-1]] = copy.deepcopy(moved)
         else:
-            inside[path[-1]] = _unusual(rng, inside[path[-1]], values, words)
+            # A copy: a part of `values` that is changed later would be changed for all inputs.
+            inside[path[-1]] = copy.deepcopy(_unusual(rng, inside[path[-1]], values, words))
     return value
 
 

@@ -425,3 +425,9 @@ def test_the_fuzzer_finds_a_crash_a_hang_and_a_glutton(tmp_path: Path, monkeypat
         for read in (lambda *_: None, lambda *_: build_head("x", 2, 2), lambda *_: [][0], asks)  # noqa: PLE0643 - on purpose
     ]
     assert kinds == ["accepted", "refused", "traceback", "memory"]
+
+
+@pytest.mark.parametrize("root", ["x" * 5000, "~nobody-at-all/x"])
+def test_a_root_that_cannot_be_a_path(root: str) -> None:
+    with pytest.raises(UserError, match="root: expected a path, got"):
+        data.load("arrays", root=root)
