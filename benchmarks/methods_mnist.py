@@ -185,6 +185,18 @@ def timings(names: list[str], rounds: int) -> dict[tuple[str, str], list[float]]
     return seconds
 
 
+def spread(found: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def apart(ours: tuple[float, float], theirs: tuple[float, float], seeds: int) -> tuple[str, str]:
+    """The difference of two means with its standard error, and whether it is beyond two of them."""
+    difference, error = ours[0] - theirs[0], ((ours[1] ** 2 + theirs[1] ** 2) / seeds) ** 0.5
+    word = "noise" if abs(difference) <= 2 * error else "worse" if difference < 0 else "better"
+    return f"{difference:+.1f} ± {error:.1f}", word
+
+
 def page(
     results: list[dict[str, Any]], seconds: dict[tuple[str, str], list[float]], settled: list[dict[str, Any]]
 ) -> str:
@@ -199,17 +211,14 @@ def page(
         return [100 * one["scores"][column] for one in sorted(table[key], key=lambda one: int(one["seed"]))]
 
     def stat(key: tuple[str, str], column: str) -> tuple[float, float]:
-        found = values(key, column)
-        return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+        return spread(values(key, column))
 
     def share(key: tuple[str, str], of: tuple[str, str]) -> float:
         return statistics.median(seconds[key]) / statistics.median(seconds[of])
 
     def gap(key: tuple[str, str], of: tuple[str, str]) -> tuple[str, str]:
         """The difference in the worst case, and whether it is beyond two standard errors over the seeds."""
-        ours, theirs = stat(key, "worst case"), stat(of, "worst case")
-        apart, error = ours[0] - theirs[0], ((ours[1] ** 2 + theirs[1] ** 2) / len(seeds)) ** 0.5
-        return f"{apart:+.1f} ± {error:.1f}", "noise" if abs(apart) <= 2 * error else "worse" if apart < 0 else "better"
+        return apart(stat(key, "worst case"), stat(of, "worst case"), len(seeds))
 
     base = ("pgd-at", "linear")
     heads = {name: gap((name, "he"), (name, "linear"))[1] for name in SETTINGS if (name, "he") in table}
@@ -278,18 +287,22 @@ def page(
         f"| head | {' | '.join(f'{epochs} epochs' for epochs in sorted((*SETTLED, EPOCHS)))} |",
         f"|---|{'---|' * (len(SETTLED) + 1)}",
     ]
+    lengths, worst = sorted((*SETTLED, EPOCHS)), dict[tuple[str, int], list[float]]()
+    for one in (*results, *settled):
+        if one["name"] == "pgd-at":
+            worst.setdefault((one["head"], one["epochs"]), []).append(100 * one["scores"]["worst case"])
     for head in HEADS:
-        cells = []
-        for epochs in sorted((*SETTLED, EPOCHS)):
-            runs = [
-                one
-                for one in (*results, *settled)
-                if (one["name"], one["head"], one["epochs"]) == ("pgd-at", head, epochs)
-            ]
-            worst = [100 * one["scores"]["worst case"] for one in runs]
-            spread = statistics.stdev(worst) if len(worst) > 1 else 0.0
-            cells.append(f"{statistics.mean(worst):.1f} ± {spread:.1f}" if worst else "")
-        lines.append(f"| {head} | {' | '.join(cells)} |")
+        told = [worst.get((head, epochs), []) for epochs in lengths]
+        lines.append(
+            f"| {head} | {' | '.join('{:.1f} ± {:.1f}'.format(*spread(one)) if one else '' for one in told)} |"
+        )
+    both = [(worst.get(("he", epochs), []), worst.get(("linear", epochs), [])) for epochs in lengths]
+    cells = [" ".join(apart(spread(he), spread(linear), len(seeds))) if he and linear else "" for he, linear in both]
+    lines += [
+        f"| HE against linear | {' | '.join(cells)} |",
+        "",
+        f"Where {max(lengths)} epochs give more than {EPOCHS}, the rows above are those of a short training.",
+    ]
     found, hours = versions(), sum(one["seconds"] for one in (*results, *settled)) / 3600
     commits = sorted({one["commit"] for one in (*results, *settled)})
     lines += [
