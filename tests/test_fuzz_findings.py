@@ -431,3 +431,8 @@ def test_the_fuzzer_finds_a_crash_a_hang_and_a_glutton(tmp_path: Path, monkeypat
 def test_a_root_that_cannot_be_a_path(root: str) -> None:
     with pytest.raises(UserError, match="root: expected a path, got"):
         data.load("arrays", root=root)
+
+
+def test_an_option_called_name() -> None:
+    with pytest.raises(UserError, match="name: unknown option of dataset 'digits' 'name'; choices: none"):
+        data.load("digits", **{"name": "x"})

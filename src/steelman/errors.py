@@ -76,7 +76,7 @@ def unknown(
     hint = f" (did you mean {names}?)" if names else ""
     if listed and len(known) > MOST_CHOICES:
         known = [*close, f"and {len(known) - len(close)} more: {listed}" if close else f"{len(known)} names: {listed}"]
-    return UserError(f"unknown {kind} {shown(got)}{hint}; choices: {', '.join(known)}")
+    return UserError(f"unknown {kind} {shown(got)}{hint}; choices: {', '.join(known) or 'none'}")
 
 
 def shown(value: object) -> str:

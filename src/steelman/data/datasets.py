@@ -189,7 +189,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
 }
 
 
-def load(name: str, **options: Any) -> Dataset:
+def load(name: str, /, **options: Any) -> Dataset:
     """Load the dataset that `DATASETS` calls `name`, with its options.
 
     >>> data = load("digits")
