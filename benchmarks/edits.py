@@ -84,6 +84,7 @@ REASONS: list[tuple[str, str]] = [
     (r"fast .* suite\.name .*", "a name of nobody's suite: `verify` says so, and `gate` fails"),
     (r"(own|protocol) .* suite\..*", "the suite is not one of steelman's: `verify` says so, and `gate` fails"),
     (r".* concluded random .*", "it lowers the trust"),
+    (r".* concluded grain .*", "a note says it; " + ATTACK),
     (r".* concluded stages\.\d+\.(outside|refuted|nonfinite|witnessed|contradicted) .*", ATTACK),
     (r".* stages\.\d+\.(outside|refuted|witnessed) .*", "it moves no figure above its limit, and no note; " + ATTACK),
     (r".* curve\.\d+\.correct .*", ATTACK),

@@ -435,4 +435,4 @@ def test_a_root_that_cannot_be_a_path(root: str) -> None:
 
 def test_an_option_called_name() -> None:
     with pytest.raises(UserError, match="name: unknown option of dataset 'digits' 'name'; choices: none"):
-        data.load("digits", **{"name": "x"})
+        data.load("digits", **dict.fromkeys(["name"], "x"))

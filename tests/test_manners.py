@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from steelman.data.source import ArraySource
 from steelman.evaluation.checks import ContractError, check_radius
 from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.manners import Manners, Witness, check_manners, differ, otherwise
+from steelman.evidence.bundle import read_bundle
 from steelman.heads import linear
 from steelman.threat import Norm, ThreatModel
 
@@ -69,6 +71,17 @@ def test_a_model_that_computes_coarsely_is_let_in_with_its_grain() -> None:
     assert not manners.random
     assert 0.002 < manners.grain < 0.05
     assert check_manners(net(), data(), CPU) == Manners()
+
+
+def test_a_verdict_says_how_coarse_its_model_is(tmp_path: Path) -> None:
+    found = evaluate(
+        After(rounded_by_company).eval(), data(), None, ThreatModel(eps=0.1), {"pgd": PGD(steps=2)}, out=tmp_path / "o"
+    )
+    assert found.verdict is not None
+    assert found.verdict.word == "upper bound"
+    (note,) = (note for note in found.notes if "computes coarsely" in note)
+    grain = read_bundle(tmp_path / "o").record["grain"]
+    assert f"by up to {grain:.2%} of their spread" in note
 
 
 def test_a_larger_influence_of_the_batch_is_refused() -> None:

@@ -25,6 +25,7 @@ def kept_of(run: Runner, findings: Findings, names: Sequence[str] = (), *, rando
         signs={} if run.suite.protocol else findings.columns,
         curve=findings.curve,
         random=random,
+        grain=run.grain,
         escalated=run.escalated,
         cut=run.cut,
         look_cut=findings.cut,

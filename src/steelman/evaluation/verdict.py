@@ -90,8 +90,8 @@ class Kept:
 
     `roles` are the roles of the suite's stages, by name. `samples` are the columns of the ledger. `signs` are the
     columns of ``signs.safetensors``: the pilot's rows, which of them it broke, and each measured sign. `random` is True
-    if the model is. `cut` names the stages that ran out of time, with (samples attacked, samples planned).
-    `look_cut` is the same pair for the pilot, or for the curve of a protocol.
+    if the model is, and `grain` is the model's (see `Manners`). `cut` names the stages that ran out of time, with
+    (samples attacked, samples planned). `look_cut` is the same pair for the pilot, or for the curve of a protocol.
     """
 
     suite: str
@@ -104,6 +104,7 @@ class Kept:
     signs: Mapping[str, Tensor]
     curve: tuple[CurvePoint, ...]
     random: bool
+    grain: float
     escalated: bool
     cut: Mapping[str, tuple[int, int]]
     look_cut: tuple[int, int] | None
@@ -179,7 +180,7 @@ def collapsed(kept: Kept) -> str:
 
 
 def notes_of(kept: Kept) -> tuple[str, ...]:
-    """Notes on points that were not counted, on what the time cut short, and on the checks of a small set."""
+    """Notes on points that were not counted, on what the time cut short, and on what limits the checks."""
     outside = [
         f"{stage.name}: {stage.outside} points outside the threat model were not counted"
         for stage in kept.stages
@@ -191,7 +192,11 @@ def notes_of(kept: Kept) -> tuple[str, ...]:
         + ("" if name == "curve" else "; the others count as robust")
         for name, (done, count) in {**kept.cut, **({before: kept.look_cut} if kept.look_cut else {})}.items()
     ]
-    return (*outside, *cut, *_small(kept))
+    coarse = [
+        f"the model computes coarsely: its logits move by up to {kept.grain:.2%} of their spread with the other images "
+        "of the batch; an answer counts as changed only beyond that"
+    ] * bool(kept.grain)
+    return (*outside, *cut, *coarse, *_small(kept))
 
 
 def _small(kept: Kept) -> Iterator[str]:

@@ -156,6 +156,7 @@ def _claims(found: Evaluation, kept: Kept) -> dict[str, Any]:
         "curve_attack": found.curve_attack,
         "notes": found.notes,
         "random": kept.random,
+        "grain": kept.grain,
         "cut": kept.cut,
         "look_cut": kept.look_cut,
     }

@@ -99,6 +99,7 @@ def kept_in(bundle: Bundle) -> Kept:
         signs=_signs_in(bundle),
         curve=tuple(CurvePoint(**point) for point in record["curve"]),
         random=record["random"],
+        grain=record["grain"],
         escalated=record["verdict"]["escalated"],
         cut={name: (done, planned) for name, (done, planned) in record["cut"].items()},
         look_cut=None if record["look_cut"] is None else (record["look_cut"][0], record["look_cut"][1]),

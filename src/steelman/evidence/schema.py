@@ -93,6 +93,7 @@ class Claims(_Part):
     curve_attack: str
     notes: list[str]
     random: bool
+    grain: Annotated[float, Field(ge=0, le=0.05)]
     cut: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]
     look_cut: Annotated[list[Count], Field(min_length=2, max_length=2)] | None
     shape: Annotated[list[Annotated[Count, Field(gt=0)]], Field(min_length=3, max_length=3)]
