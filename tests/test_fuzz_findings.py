@@ -436,3 +436,10 @@ def test_a_root_that_cannot_be_a_path(root: str) -> None:
 def test_an_option_called_name() -> None:
     with pytest.raises(UserError, match="name: unknown option of dataset 'digits' 'name'; choices: none"):
         data.load("digits", **dict.fromkeys(["name"], "x"))
+
+
+def test_a_setting_with_an_endless_name() -> None:
+    from steelman.evidence.ledger import _differences
+
+    (said,) = _differences({"[" * 5000: 1}, {}, "suite")
+    assert len(said) < 300
