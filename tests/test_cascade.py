@@ -95,6 +95,7 @@ def run(
 def _untested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the self-test, which an attack of a few queries, or one that only looks on, need not pass."""
     monkeypatch.setattr(evaluating, "self_test", lambda *_: None)
+    monkeypatch.setattr("steelman.evidence.ledger.SMALL", 0)  # the sizes of a large set: see test_small_sets.py
 
 
 # Order and batches.

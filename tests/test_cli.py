@@ -237,7 +237,7 @@ def test_a_recipe_for_imagenet_says_that_it_needs_to_know_where_that_is(command:
     assert "data.root: dataset 'folder' needs root=PATH, where your images are: data.root=PATH" in err
     code, _, err = command("train", "he-imagenet-resnet50-freeat-he", "data.root=nowhere")
     assert code == 2
-    assert "expected an existing root, got nowhere" in err
+    assert "expected an existing root, got 'nowhere'" in err
     assert not Path("runs").exists()
 
 

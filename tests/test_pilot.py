@@ -31,6 +31,7 @@ SUITE = Suite(name="idle after a pilot", stages=(Stage(name="pilot", attack=Pilo
 def _no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would refuse the idle attack, and rightly."""
     monkeypatch.setattr(evaluating, "self_test", lambda *_: None)
+    monkeypatch.setattr("steelman.evidence.ledger.SMALL", 0)  # the sizes of a large set: see test_small_sets.py
 
 
 def found(points: list[float], success: list[bool], passes: int = 1) -> Found:
