@@ -60,8 +60,8 @@ def keep(name: str, content: bytes, answer: Answer) -> None:
     """Save a failing input and its traceback."""
     OUT.mkdir(parents=True, exist_ok=True)
     place = OUT / f"{name}-{answer.kind}-{hashlib.sha256(content).hexdigest()[:10]}"
-    place.with_suffix(".bin").write_bytes(content)
-    place.with_suffix(".txt").write_text(answer.text)
+    Path(f"{place}.bin").write_bytes(content)  # a reader's name may have a dot
+    Path(f"{place}.txt").write_text(answer.text)
     print(f"{name}: {answer.kind} at {answer.place}: {answer.text.strip()[-120:]!r} -> {place}.bin", flush=True)
 
 

@@ -132,7 +132,7 @@ def attempt(reader: object, content: bytes, templates: Path) -> Answer:
             answer = Answer(REFUSED, text=str(error))
             if not str(error).strip() or len(str(error)) > 4000:
                 answer = Answer(TRACEBACK, "an empty or endless sentence", str(error)[:4000])
-            if any(word in str(error) for word in ("llocate", "not enough memory", "MemoryError")):
+            if any(word in str(error) for word in ("can't allocate", "not enough memory", "MemoryError")):
                 answer = Answer(MEMORY, _place(error), traceback.format_exc())
         except MemoryError as error:
             answer = Answer(MEMORY, _place(error), traceback.format_exc())

@@ -27,9 +27,11 @@ from steelman.attacks import PGD
 from steelman.cli import commands
 from steelman.cli.subjects import is_folder, models_named
 from steelman.data.folder import FolderSource
+from steelman.data.formats import PARTS
 from steelman.data.store import intact, read
 from steelman.errors import LONGEST, UserError, shown
 from steelman.evaluation.evaluate import evaluate
+from steelman.evidence.bundle import read_bundle
 from steelman.heads import build_head
 from steelman.models.classifier import build_described, load_state
 from steelman.objectives import OBJECTIVES
@@ -42,6 +44,7 @@ from steelman.training.asked import begin
 from steelman.training.checkpoint import checkpoints, load_checkpoint
 from steelman.training.described import restore_optimizer
 from steelman.training.guard import StopRequest
+from tests.evidence_helpers import EPS, Forged, a_model, the_data
 from tests.training_helpers import a_trainer
 
 # Sentences stay short, whatever came.
@@ -443,3 +446,22 @@ def test_a_setting_with_an_endless_name() -> None:
 
     (said,) = _differences({"[" * 5000: 1}, {}, "suite")
     assert len(said) < 300
+
+
+def test_a_name_without_end_in_evidence(tmp_path: Path) -> None:
+    evaluate(a_model(), the_data(), None, ThreatModel(eps=EPS), {"a": PGD(steps=1)}, out=tmp_path / "e")
+    forged = Forged(tmp_path / "e")
+    forged.record["suite"]["stages"][0]["name"] = "a" * 10_000
+    forged.seal()
+    with pytest.raises(UserError, match="at most 1000 characters") as caught:
+        read_bundle(tmp_path / "e")
+    assert len(str(caught.value)) < 500
+
+
+def test_a_stored_array_of_endless_sizes(tmp_path: Path) -> None:
+    """No byte of data, and more rows than a number can count."""
+    parts = {name: {"dtype": "U8", "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]} for name in PARTS}
+    header = json.dumps({"__metadata__": {"steelman": "{}"}, **parts}).encode()
+    (tmp_path / "mnist.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(UserError, match="cannot be read"):
+        read(tmp_path / "mnist.safetensors")

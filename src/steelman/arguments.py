@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from steelman.errors import UserError, shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MOST_LETTERS = 1000  # of a name: it stands in sentences
 
 
 def path_of(name: str, value: object) -> Path:
@@ -57,13 +58,15 @@ def text_of(name: str, value: object) -> str:
 
 
 def check_printable(name: str, text: str) -> None:
-    r"""Refuse a text with characters that steer a terminal, or that no file can hold.
+    r"""Refuse a name with characters that steer a terminal, or that no file can hold, and one without end.
 
     >>> check_printable("name", "a\nb")
     Traceback (most recent call last):
     ...
     steelman.errors.UserError: name: expected a text of printable characters, got 'a\nb'
     """
+    if len(text) > MOST_LETTERS:
+        raise UserError(f"{name}: expected at most {MOST_LETTERS} characters, got {len(text):,}")
     if not printable(text):
         raise UserError(f"{name}: expected a text of printable characters, got {shown(text)}")
 

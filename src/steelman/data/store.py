@@ -49,7 +49,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
         with safe_open(path, framework="pt") as file:
             meta = read_json((file.metadata() or {})["steelman"], what=str(path))
             found = {name: file.get_tensor(name) for name in PARTS}
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:  # torch: a size without end
         raise UserError(
             f"{path} cannot be read ({shown(str(error))[1:-1]}); run: steelman data get {path.stem}"
         ) from None

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from steelman.arguments import MOST_LETTERS
 from steelman.evaluation.result import Role, Trust
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Name = Annotated[str, Field(max_length=MOST_LETTERS)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -19,7 +21,7 @@ class _Part(pydantic.BaseModel):
 
 
 class _Planned(_Part):
-    name: str
+    name: Name
     attack: dict[str, Any]
     share: Annotated[float, Field(gt=0, le=1)]
     warm: bool
@@ -28,13 +30,13 @@ class _Planned(_Part):
 
 
 class _Suite(_Part):
-    name: str
+    name: Name
     protocol: bool
     stages: Annotated[list[_Planned], Field(min_length=1)]
 
 
 class _Stage(_Part):
-    name: str
+    name: Name
     attacked: Count
     broken: Count
     left: Count
@@ -48,7 +50,7 @@ class _Stage(_Part):
 
 
 class _Flag(_Part):
-    name: str
+    name: Name
     figure: float
     limit: float
     raised: bool
@@ -74,16 +76,16 @@ class Claims(_Part):
     """The fields of ``evidence.json``."""
 
     format: int
-    model: str
+    model: Name
     weights: Hash
-    data: str
+    data: Name
     total: Annotated[Count, Field(gt=0)]
     threat: dict[str, Any]
     suite: _Suite
     seed: int
     batch_size: Annotated[Count, Field(gt=0)]
     versions: dict[str, str]
-    classes: Annotated[list[str], Field(min_length=2)]
+    classes: Annotated[list[Name], Field(min_length=2)]
     data_digest: Hash
     clean_correct: Count
     robust_correct: Count
