@@ -251,3 +251,52 @@ def test_a_model_of_torch_s_compiler_can_be_judged(make: str) -> None:
         evaluate(one.eval(), x, y, ThreatModel(eps=0.1), {"pgd": PGD(steps=3)}).verdict for one in (net, compiled)
     )
     assert plain == other
+
+
+WAYS: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
+    "alone": ("company", lambda x: len(x) == 1),
+    "twice the same": ("company", lambda x: len(x) > 1 and bool((x == x[:1]).all())),
+    "beside a clean image": ("company", lambda x: len(x) == 2 and float(x[0].max()) <= 1 < float(x[1].max())),
+    "in inference mode": ("gradient", lambda x: torch.is_inference_mode_enabled()),
+    "with gradients, to plain images": ("gradient", lambda x: torch.is_grad_enabled() and not x.requires_grad),
+    "computed images": ("gradient", lambda x: x.grad_fn is not None),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_of_asking_is_tried(name: str) -> None:
+    what, odd = WAYS[name]
+    model = After(lambda z, x: z.roll(1, 1) if odd(x) else z).eval()
+    points = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    points[1:] += 0.5  # the first is clean
+    found = otherwise(model, points, 0.0, 20)
+    assert bool(found[what].any())
+    other = "gradient" if what == "company" else "company"
+    assert not bool(found[other].any())
+    honest = otherwise(net(), points, 0.0, 20)
+    assert not bool(honest["company"].any() | honest["gradient"].any())
+
+
+def test_a_memory_in_the_weights_is_no_secret_of_the_copies() -> None:
+    """Copies that share it, or that are asked in a batch, would begin with it."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.seen = net(), nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.net(x)
+            answers = []
+            for one in z:
+                answers.append(one if self.seen.item() else one.roll(1))
+                self.seen.data.add_(1)
+            return torch.stack(answers)
+
+    model = Remembers().eval()
+    witness, points = Witness(model), torch.rand(20, 1, 4, 4)
+    model(points)
+    for _ in range(2):  # the second time, the copies are as new as the first
+        other = witness.contradicts(points, model(points), 0.0)
+        assert other is not None
+        assert bool(other[:2].all())

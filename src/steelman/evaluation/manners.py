@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from steelman.losses import magnitude, margin, spread
 REPEATS = 6  # forwards on the same images: rare noise could be missed in fewer forwards
 CROWD = 64  # images in the largest batch of `check_manners`
 COMPANY = 7  # points in a batch when they are asked about in other company
+ASKED = 16  # points that are asked about in all ways
+ALONE = 2  # points that a copy of their own is asked about
 FINE = 1e-3  # logits that differ by less than this share of their spread are the same answer
 # A model that computes in half precision inside moves by up to this share of the spread from batch to batch.
 COARSEST = 0.05
@@ -116,7 +119,8 @@ def differ(a: Tensor, b: Tensor, grain: float = 0.0) -> Tensor:
 def otherwise(model: nn.Module, points: Tensor, grain: float, batch_size: int) -> dict[str, Tensor]:
     """Which points get another answer when they are asked about in another way.
 
-    "company": in reversed order, in batches of another size. "gradient": while a gradient is asked for.
+    "company": in reversed order, in batches of another size. "gradient": while a gradient is asked for. Some points are
+    asked about in more ways, see `_companies` and `_gradients`.
     """
     with untouched(model), torch.no_grad():
         plain = torch.cat([logits_of(model, part) for part in torch.split(points, batch_size)])
@@ -127,8 +131,37 @@ def otherwise(model: nn.Module, points: Tensor, grain: float, batch_size: int) -
             [logits_of(model, part.clone().requires_grad_(True)).detach() for part in torch.split(points, batch_size)]
         )
     found = {"company": differ(company, plain, grain), "gradient": differ(watched, plain, grain)}
+    rows = torch.linspace(0, len(points) - 1, min(ASKED, len(points))).round().long().to(points.device)
+    some = points[rows]
+    for name, answers in (
+        ("company", _companies(model, some, points[0], batch_size)),
+        ("gradient", _gradients(model, some, batch_size)),
+    ):
+        for other in answers:
+            found[name][rows] |= differ(other, plain[rows], grain)
     defined = plain.isfinite().all(dim=1)  # what has no answer has a flag of its own
     return {name: other & defined for name, other in found.items()}
+
+
+def _companies(model: nn.Module, points: Tensor, clean: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """The answers to points alone, to each in a batch of itself, and to each beside a clean image."""
+    with untouched(model), torch.no_grad():
+        yield torch.cat([logits_of(model, point[None].clone()) for point in points])
+        if batch_size > 1:
+            yield torch.cat([logits_of(model, torch.stack((point, point)))[:1] for point in points])
+            yield torch.cat([logits_of(model, torch.stack((clean, point)))[1:] for point in points])
+
+
+def _gradients(model: nn.Module, points: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """The answers in inference mode, and with gradients: to plain images, and to images that were computed."""
+    parts = torch.split(points, batch_size)
+    with untouched(model):
+        with torch.inference_mode():
+            found = torch.cat([logits_of(model, part.clone()) for part in parts])
+        yield found.clone()
+        with torch.enable_grad():
+            yield torch.cat([logits_of(model, part.clone()).detach() for part in parts])
+            yield torch.cat([logits_of(model, part.clone().requires_grad_(True) * 1.0).detach() for part in parts])
 
 
 class Witness:
@@ -154,12 +187,18 @@ class Witness:
         return self
 
     def answers(self, points: Tensor) -> Tensor | None:
-        """The logits of a fresh copy, without a gradient, in reversed order and in small batches."""
+        """The logits of fresh copies, without a gradient, in reversed order and in small batches."""
         if self.kept is None:
             return None
-        # The copy shares the weights. Everything else is new, so no question knows of the one before.
+        # A memory could begin within the first batch. So some points have a copy of their own.
+        alone = [self._fresh_answers(point[None]) for point in points[:ALONE]]
+        return torch.cat([*alone, *([self._fresh_answers(points[ALONE:])] if len(points) > ALONE else [])])
+
+    def _fresh_answers(self, points: Tensor) -> Tensor:
+        """The logits of one more copy. It shares nothing, so no question knows of the one before."""
         with torch.no_grad():  # else a scripted model's copy would keep a graph to the weights it is copied from
-            fresh = copy.deepcopy(self.kept, {id(one): one for one in self.kept.parameters()})
+            fresh = copy.deepcopy(self.kept)
+        assert fresh is not None
         with untouched(fresh), torch.no_grad():
             parts = [logits_of(fresh, part.clone()) for part in torch.split(points.flip(0), COMPANY)]
         return torch.cat(parts).flip(0)

@@ -287,7 +287,8 @@ def measure(
             seen[sign][rows] = hit
             tried.append(points)
     seen["random answers"], edges = _random(watched, x, reached, y, batch_size)
-    seen |= _manners(watched, witness, torch.cat((*tried, *edges)), grain, batch_size)
+    # The model itself: these questions are no points of an attack, and are not counted as such.
+    seen |= _manners(model, witness, torch.cat((*tried, *edges)), grain, batch_size)
     total, undefined, lost = watched.seen.totals()
     for name, count in (("undefined answers", undefined), ("coarse answers", lost)):
         seen[name], seen[f"{name}, of"] = torch.tensor([count]), torch.tensor([total])
