@@ -246,7 +246,9 @@ def _unusual(rng: random.Random, old: Any, values: list[Any], words: tuple[str, 
     if what == 4 and isinstance(old, list) and old:
         return rng.choice((old * 2, old[:-1], old[::-1], old * 1000, [old], old[:1]))
     if what == 5 and isinstance(old, str):
-        return rng.choice((old + "x", old[:-1], old.upper(), old * 50, f"../{old}", old.encode().hex()))
+        return rng.choice(
+            (old + "x", old[:-1], old.upper(), old * 50, f"../{old}", old.encode(errors="surrogatepass").hex())
+        )
     return rng.choice((words or WORDS) if what == 3 else values)
 
 
