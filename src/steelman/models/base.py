@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
-from steelman.errors import UserError
+from steelman.errors import UserError, shown
 
 Shape = tuple[int, int, int]
 WIDEST = 1 << 16
@@ -33,7 +33,7 @@ class Backbone(nn.Module):
             name = type(self).__name__
             raise UserError(f"{name} expects images of at least {smallest}x{smallest}, got {shape[1]}x{shape[2]}")
         if not _is_count(width) or width > WIDEST:
-            raise UserError(f"expected a width that is a positive integer of at most {WIDEST:,}, got {width!r}")
+            raise UserError(f"expected a width that is a positive integer of at most {WIDEST:,}, got {shown(width)}")
         self.input_shape = (shape[0], shape[1], shape[2])
 
     if TYPE_CHECKING:  # PyTorch types the call of a module as Any
