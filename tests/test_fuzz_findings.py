@@ -213,9 +213,25 @@ def _mapping(_: Any, structure: Any) -> None:
     state[0][1]["dict"][1][1] = {"dict": []}
 
 
+def _option(name: str, value: object) -> Callable[[Any, Any], None]:
+    def change(_: Any, structure: Any) -> None:
+        pair = next(pair for pair in structure["dict"] if pair[0] == "optimizer")
+        groups = next(one for one in pair[1]["dict"] if one[0] == "param_groups")[1]
+        (group,) = groups["list"]
+        option = next(one for one in group["dict"] if one[0] == name)
+        option[1] = {"value": value}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        *(
+            (_option(name, True), "has other options than the recipe's")
+            for name in ("capturable", "maximize", "fused", "amsgrad", "differentiable")
+        ),
+        (_option("weight_decay", 1e30), "has other options than the recipe's"),
         (_pool, "the objective cannot go on with what it carried"),
         (_step, "its optimiser is that of another model"),
         (_moment, "its optimiser is that of another model"),

@@ -216,16 +216,32 @@ def _kept_fits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     )
 
 
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What an optimiser was built with. The weights are not part of it, and each step sets the learning rate anew."""
+    return [
+        {  # a checkpoint gives tuples back as lists
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in group.items()
+            if name not in ("params", "lr")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], what: str) -> None:
     """Give an optimiser its saved state. torch itself would take tensors of any shape, and fail at the next step."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    options = [group.keys() for group in optimizer.param_groups]
+    options = _options(optimizer)
     try:
         optimizer.load_state_dict(dict(state))
-        fits = [group.keys() for group in optimizer.param_groups] == options and (
-            type(optimizer) not in KEPT or all(_kept_fits(optimizer, parameter) for parameter in parameters)
+        found = _options(optimizer)
+        known = type(optimizer) in KEPT
+        # The recipe says the options. Others from a file could train to the worse, or fail on this device.
+        same = (
+            repr(found) == repr(options) if known else [one.keys() for one in found] == [one.keys() for one in options]
         )
+        fits = same and (not known or all(_kept_fits(optimizer, parameter) for parameter in parameters))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"{what}: its optimiser cannot be read ({str(error).splitlines()[0]})") from None
     if not fits:
-        raise UserError(f"{what}: its optimiser is that of another model")
+        raise UserError(f"{what}: its optimiser is that of another model, or has other options than the recipe's")
