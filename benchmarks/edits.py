@@ -347,6 +347,7 @@ def run(folder: Path, every: int = 1, spread: int = 4) -> Table:  # noqa: PLR091
     """Make evidence in `folder`, and try each edit, or each one in `every`."""
     table, number, model, source = Table(), 0, a_model(), the_data()
     for subject, original in made(folder).items():
+        print(f"{subject}: {number} edits before it", file=sys.stderr, flush=True)
         for edit in edits_of(original, spread):
             for mode in MODES:
                 if mode == "concluded" and edit.where.startswith(("verdict", "notes", "files", "seal")):
@@ -360,10 +361,7 @@ def run(folder: Path, every: int = 1, spread: int = 4) -> Table:  # noqa: PLR091
                     if unchanged(place, original):
                         continue
                     table.tried[mode, edit.kind] += 1
-                    if (
-                        mode != "plain"
-                        and (place / "report.html").read_bytes() == (original / "report.html").read_bytes()
-                    ):
+                    if mode != "plain" and same_page(place, original):
                         (place / "report.html").unlink()  # a forger makes the page anew, or leaves it out
                     if refused(place, model, source):
                         continue
@@ -381,6 +379,12 @@ def run(folder: Path, every: int = 1, spread: int = 4) -> Table:  # noqa: PLR091
                 else:
                     table.open.append(f"{subject} {mode} {edit.where}")
     return table
+
+
+def same_page(place: Path, original: Path) -> bool:
+    """Whether an edit left the page as it was."""
+    page = place / "report.html"
+    return page.exists() and page.read_bytes() == (original / "report.html").read_bytes()
 
 
 def unchanged(place: Path, original: Path) -> bool:
