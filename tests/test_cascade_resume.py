@@ -21,8 +21,9 @@ from steelman.attacks import ATTACKS, PGD
 from steelman.errors import UserError
 from steelman.evaluation import evaluate as evaluating
 from steelman.evaluation import pilot, runner
-from steelman.evaluation.masking import SIGNS, SOMETIMES, Pilot
+from steelman.evaluation.masking import Pilot
 from steelman.evaluation.result import Evaluation
+from steelman.evaluation.signs import SIGNS, SOMETIMES
 from steelman.evaluation.stages import Stage, Suite
 from steelman.evidence import bundle as bundles
 from steelman.evidence import ledger

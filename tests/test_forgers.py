@@ -121,7 +121,7 @@ def test_measurements_that_no_attack_is_needed_for_are_made_again(masked: Path) 
         if name not in ("rows", "broken") and not name.endswith(", of"):
             forged.signs[name] = torch.zeros_like(column)
     n = len(forged.signs["rows"])
-    for name in steelman.evaluation.masking.UPHILL:
+    for name in steelman.evaluation.signs.UPHILL:
         forged.signs[name] = torch.zeros(n, dtype=torch.bool)
     forged.signs["broken"] = torch.zeros(n, dtype=torch.bool)
     forged.record["curve"][-1]["correct"] = 0

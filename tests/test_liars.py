@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from steelman.attacks import PGD
 from steelman.attacks.shaped import Shaped
 from steelman.evaluation.checks import ContractError
-from steelman.evaluation.masking import SHAPED
 from steelman.evaluation.result import Evaluation
+from steelman.evaluation.signs import SHAPED
 from steelman.evaluation.stages import Suite
 from steelman.evaluation.suites import suite_named
 from steelman.heads import build_head

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steelman.evaluation.masking import flags_of, measure
+from steelman.evaluation.masking import measure
 from steelman.evaluation.result import Flag
+from steelman.evaluation.signs import flags_of
 from steelman.rng import Key
 from steelman.threat import ThreatModel
 from tests.test_liars import LIARS, Base, images

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from steelman.attacks import PGD, Found
 from steelman.attacks.engine import Precision
-from steelman.evaluation.masking import flag
 from steelman.evaluation.result import CurvePoint, Flag
 from steelman.evaluation.runner import Runner
+from steelman.evaluation.signs import flag
 from steelman.evaluation.stages import Suite
 from steelman.threat import ThreatModel
 

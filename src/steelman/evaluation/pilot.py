@@ -13,8 +13,9 @@ from torch import Tensor
 
 from steelman.evaluation.curve import accuracy_curve, correct_at, curve_rows, ratios
 from steelman.evaluation.findings import Findings
-from steelman.evaluation.masking import SIGNS, Finds, measure
+from steelman.evaluation.masking import Finds, measure
 from steelman.evaluation.runner import Runner
+from steelman.evaluation.signs import SIGNS
 from steelman.evidence.bundle import weights_digest
 
 BATCH = 64  # the most samples in a batch of the pilot; each finished batch is saved

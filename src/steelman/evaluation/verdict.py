@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from steelman.evaluation.curve import levels_off
-from steelman.evaluation.masking import SIGNS, flag
-from steelman.evaluation.masking import flags_of as signs_raised
 from steelman.evaluation.result import CurvePoint, Flag, Role, StageRecord, Trust, Verdict
+from steelman.evaluation.signs import SIGNS, flag
+from steelman.evaluation.signs import flags_of as signs_raised
 from steelman.evidence.ledger import ROBUST, SMALL, WRONG, pilot_size
 from steelman.threat import ThreatModel
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import steelman
 from steelman.errors import UserError
 from steelman.evaluation.curve import CURVE_SAMPLES, measured_with, radii_of
-from steelman.evaluation.masking import SIGNS, SOMETIMES, UPHILL
 from steelman.evaluation.result import Trust
+from steelman.evaluation.signs import SIGNS, SOMETIMES, UPHILL
 from steelman.evaluation.stages import described
 from steelman.evaluation.suites import SUITES, suite_named
 from steelman.evaluation.verdict import Kept, notes_of, verdict_of

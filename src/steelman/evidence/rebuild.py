@@ -17,8 +17,8 @@ from torch import Tensor
 import steelman
 from steelman.bounded import read_json
 from steelman.errors import UserError
-from steelman.evaluation.masking import SIGNS
 from steelman.evaluation.result import CurvePoint, Evaluation, Example, Flag, StageRecord, Verdict, scores_of
+from steelman.evaluation.signs import SIGNS
 from steelman.evaluation.verdict import Kept
 from steelman.evidence.bundle import SIGNS_FILE, TIMES, Bundle, DamagedError, read_bundle
 from steelman.evidence.gallery import gallery_of

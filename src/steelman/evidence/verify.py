@@ -27,7 +27,7 @@ from steelman.arguments import device_from, model_of, path_of, text_of
 from steelman.data import DATASETS
 from steelman.data.source import UNNAMED, Source, knows_classes, name_of
 from steelman.errors import UserError
-from steelman.evaluation.masking import SIGNS
+from steelman.evaluation.signs import SIGNS
 from steelman.evidence.audit import Audit, audit
 from steelman.evidence.bundle import TIMES, Bundle, DamagedError, read_bundle, weights_digest
 from steelman.evidence.consistency import check_consistency, stranger
