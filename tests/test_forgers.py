@@ -399,6 +399,16 @@ def test_a_verdict_that_does_not_follow_is_not_even_read(copy: Path, change: dic
         Evaluation.load(copy)
 
 
+@pytest.mark.parametrize("name", ["norm", "low", "high"])
+def test_a_threat_model_without_a_part(copy: Path, name: str) -> None:
+    """Each of these parts has a default, which would be the one that was removed."""
+    forged = Forged(copy)
+    del forged.record["threat"][name]
+    forged.seal()
+    with pytest.raises(DamagedError, match=f"threat.{name} is missing"):
+        verify(copy)
+
+
 def test_a_radius_of_zero_and_a_sign_without_places(copy: Path) -> None:
     forged = Forged(copy)
     forged.record["threat"]["eps"] = 0.0

@@ -224,6 +224,22 @@ def _option(name: str, value: object) -> Callable[[Any, Any], None]:
     return change
 
 
+def _weights(_: Any, structure: Any) -> None:
+    pair = next(pair for pair in structure["dict"] if pair[0] == "optimizer")
+    (group,) = next(one for one in pair[1]["dict"] if one[0] == "param_groups")[1]["list"]
+    next(one for one in group["dict"] if one[0] == "params")[1] = {"tensor": "state.rng"}
+
+
+def _groups(_: Any, structure: Any) -> None:
+    pair = next(pair for pair in structure["dict"] if pair[0] == "optimizer")
+    next(one for one in pair[1]["dict"] if one[0] == "param_groups")[1] = {"value": 1}
+
+
+def _name(_: Any, structure: Any) -> None:
+    pair = next(pair for pair in structure["dict"] if pair[0] == "model")
+    pair[1]["dict"][0][0] = "a" * 10_000
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -232,6 +248,9 @@ def _option(name: str, value: object) -> Callable[[Any, Any], None]:
             for name in ("capturable", "maximize", "fused", "amsgrad", "differentiable")
         ),
         (_option("weight_decay", 1e30), "has other options than the recipe's"),
+        (_weights, "its optimiser cannot be read"),
+        (_groups, "checkpoint .* is damaged"),
+        (_name, "belongs to another model.*aaa\\.\\.\\."),
         (_pool, "the objective cannot go on with what it carried"),
         (_step, "its optimiser is that of another model"),
         (_moment, "its optimiser is that of another model"),

@@ -257,10 +257,19 @@ WAYS: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "alone": ("company", lambda x: len(x) == 1),
     "twice the same": ("company", lambda x: len(x) > 1 and bool((x == x[:1]).all())),
     "beside a clean image": ("company", lambda x: len(x) == 2 and float(x[0].max()) <= 1 < float(x[1].max())),
+    "in another layout": ("company", lambda x: not x.is_contiguous()),
     "in inference mode": ("gradient", lambda x: torch.is_inference_mode_enabled()),
     "with gradients, to plain images": ("gradient", lambda x: torch.is_grad_enabled() and not x.requires_grad),
     "computed images": ("gradient", lambda x: x.grad_fn is not None),
 }
+
+
+def test_a_model_that_takes_one_layout_alone_is_no_liar() -> None:
+    model = After(lambda z, x: z + x.view(len(x), -1)[:, :4]).eval()
+    points = torch.rand(5, 1, 4, 4)
+    with pytest.raises(RuntimeError):
+        model(points.transpose(2, 3))
+    assert not bool(otherwise(model, points, 0.0, 20)["company"].any())
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -6,6 +6,7 @@ clean images. The pilot asks again at perturbed points, and a fresh copy of the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator
@@ -144,12 +145,22 @@ def otherwise(model: nn.Module, points: Tensor, grain: float, batch_size: int) -
 
 
 def _companies(model: nn.Module, points: Tensor, clean: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """The answers to points alone, to each in a batch of itself, and to each beside a clean image."""
+    """The answers to points alone, to each in a batch of itself, beside a clean image, and in another layout."""
     with untouched(model), torch.no_grad():
         yield torch.cat([logits_of(model, point[None].clone()) for point in points])
         if batch_size > 1:
             yield torch.cat([logits_of(model, torch.stack((point, point)))[:1] for point in points])
             yield torch.cat([logits_of(model, torch.stack((clean, point)))[1:] for point in points])
+        # Many users keep their images so in memory. A model that refuses this layout gives them no answer either.
+        with contextlib.suppress(RuntimeError):
+            yield torch.cat([logits_of(model, _other_layout(part)) for part in torch.split(points, batch_size)])
+
+
+def _other_layout(x: Tensor) -> Tensor:
+    """The same images in another order of memory: channels last, or columns first if there is one channel."""
+    if x.shape[1] > 1:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 def _gradients(model: nn.Module, points: Tensor, batch_size: int) -> Iterator[Tensor]:

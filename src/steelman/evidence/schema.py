@@ -20,6 +20,14 @@ class _Part(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
+class _Threat(_Part):
+    # A part that is left out would get a default, and the same claim could be written in two ways.
+    norm: str
+    eps: float
+    low: float
+    high: float
+
+
 class _Planned(_Part):
     name: Name
     attack: dict[str, Any]
@@ -80,7 +88,7 @@ class Claims(_Part):
     weights: Hash
     data: Name
     total: Annotated[Count, Field(gt=0)]
-    threat: dict[str, Any]
+    threat: _Threat
     suite: _Suite
     seed: int
     batch_size: Annotated[Count, Field(gt=0)]

@@ -140,13 +140,20 @@ class AveragePart(_Strict):
     values: dict[str, Tensor]
 
 
+class OptimizerPart(_Strict):
+    """The state of an optimiser in a checkpoint. ``restore_optimizer`` checks what is inside."""
+
+    state: dict[int, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
 class CheckpointState(_Strict):
     """The state in a checkpoint."""
 
     fingerprint: str
     progress: ProgressPart
     model: dict[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizer: OptimizerPart
     average: AveragePart | None
     carry: dict[str, Tensor]
     rng: Tensor
@@ -184,6 +191,7 @@ def checkpoint_state(state: object, folder: Path) -> dict[str, Any]:
     return {
         **{name: getattr(found, name) for name in CheckpointState.model_fields},
         "progress": found.progress.model_dump(),
+        "optimizer": dict(found.optimizer),
         "average": None if found.average is None else dict(found.average),
     }
 
@@ -233,6 +241,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     options = _options(optimizer)
     try:
+        if not all(isinstance(group.get("params"), list) for group in state["param_groups"]):
+            raise ValueError("expected a list of weights in each group")
         optimizer.load_state_dict(dict(state))
         found = _options(optimizer)
         known = type(optimizer) in KEPT
@@ -241,7 +251,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
             repr(found) == repr(options) if known else [one.keys() for one in found] == [one.keys() for one in options]
         )
         fits = same and (not known or all(_kept_fits(optimizer, parameter) for parameter in parameters))
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"{what}: its optimiser cannot be read ({str(error).splitlines()[0]})") from None
     if not fits:
         raise UserError(f"{what}: its optimiser is that of another model, or has other options than the recipe's")
