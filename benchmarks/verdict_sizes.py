@@ -21,7 +21,7 @@ from verdict import kept, ours, port
 from steelman.evaluation.evaluate import versions
 
 SIZES = (100, 200, 500, 1000, 2000, 5000, 10_000)
-PEER = (100, 200)  # more would take hours
+PEER = (100, 200, 500)  # more would take hours
 BATCH = 250
 RESULTS = Path(__file__).parent / "results" / "verdict-sizes"
 PAGE = (
