@@ -21,6 +21,7 @@ from pathlib import Path
 
 ACCEPTED, REFUSED, TRACEBACK, HANG, MEMORY = KINDS = ("accepted", "refused", "traceback", "hang", "memory")
 SECONDS, BYTES = 20, 2 << 30
+FULL = ("can't allocate", "not enough memory", "MemoryError")
 WORN_OUT = 2000  # inputs for one process: what libraries leak should not count as the next input's memory
 
 
@@ -132,7 +133,8 @@ def attempt(reader: object, content: bytes, templates: Path) -> Answer:
             answer = Answer(REFUSED, text=str(error))
             if not str(error).strip() or len(str(error)) > 4000:
                 answer = Answer(TRACEBACK, "an empty or endless sentence", str(error)[:4000])
-            if any(word in str(error) for word in ("can't allocate", "not enough memory", "MemoryError")):
+            # A sentence may quote the input, which may have these words too.
+            if any(word in str(error) and word.encode() not in content for word in FULL):
                 answer = Answer(MEMORY, _place(error), traceback.format_exc())
         except MemoryError as error:
             answer = Answer(MEMORY, _place(error), traceback.format_exc())

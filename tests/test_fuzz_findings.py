@@ -235,6 +235,16 @@ def _groups(_: Any, structure: Any) -> None:
     next(one for one in pair[1]["dict"] if one[0] == "param_groups")[1] = {"value": 1}
 
 
+def _best(_: Any, structure: Any) -> None:
+    pair = next(pair for pair in structure["dict"] if pair[0] == "progress")
+    next(one for one in pair[1]["dict"] if one[0] == "best_step")[1] = {"value": 3}
+
+
+def _state(_: Any, structure: Any) -> None:
+    pair = next(pair for pair in structure["dict"] if pair[0] == "optimizer")
+    next(one for one in pair[1]["dict"] if one[0] == "state")[1]["dict"][0][0] = "a" * 10_000
+
+
 def _name(_: Any, structure: Any) -> None:
     pair = next(pair for pair in structure["dict"] if pair[0] == "model")
     pair[1]["dict"][0][0] = "a" * 10_000
@@ -250,6 +260,8 @@ def _name(_: Any, structure: Any) -> None:
         (_option("weight_decay", 1e30), "has other options than the recipe's"),
         (_weights, "its optimiser cannot be read"),
         (_groups, "checkpoint .* is damaged"),
+        (_best, "expected the numbers of each finished epoch"),
+        (_state, r"optimizer\.state\.a{150}\.\.\."),
         (_name, "belongs to another model.*aaa\\.\\.\\."),
         (_pool, "the objective cannot go on with what it carried"),
         (_step, "its optimiser is that of another model"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import pydantic
 import yaml
 
-from steelman.errors import UserError, shown
+from steelman.errors import UserError, shortened, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +142,7 @@ def checked(schema: type[T], value: object, *, what: str) -> T:
 def problem(error: pydantic.ValidationError) -> str:
     """One sentence on the first problem of a validation: the field, what was expected, what came."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = ".".join(shortened(str(part)) for part in first["loc"])
     count = error.error_count()
     more = f" (and {count - 1} more)" if count > 1 else ""
     if first["type"] == "missing":

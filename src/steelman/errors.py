@@ -88,4 +88,9 @@ def shown(value: object) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
     text = " ".join(line.strip() for line in short.repr(value).splitlines())
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """A text in an error: its first characters, if it is long."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

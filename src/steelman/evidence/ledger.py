@@ -26,7 +26,7 @@ from torch import Tensor
 
 from steelman.bounded import read_bytes, read_json, read_tensors
 from steelman.data.source import MOST_CLASSES
-from steelman.errors import LONGEST, UserError
+from steelman.errors import UserError
 from steelman.files import write_atomic
 from steelman.losses import margin, standardised
 from steelman.rng import Key
@@ -334,7 +334,7 @@ def _differences(kept: Any, new: Any, path: str) -> Iterator[str]:
             yield from _differences(one, other, f"{path}.{at}")
     elif kept != new:
         short = max(len(str(kept)), len(str(new))) <= 40
-        place = path if len(path) <= LONGEST else f"{path[:LONGEST]}..."  # a stranger's file may have any key
+        place = shortened(path)  # a stranger's file may have any key
         yield f"{place} was {kept}, is {new}" if short else f"{place} differs"
 
 

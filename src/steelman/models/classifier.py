@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from steelman.errors import LONGEST, UserError, shown
+from steelman.errors import UserError, shortened, shown
 from steelman.heads import Head, build_head, embed
 from steelman.imports import imported
 from steelman.models.base import check_images
@@ -199,10 +199,6 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
 def check_fits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], origin: str) -> None:
     """Refuse a state with other names, shapes or kinds of numbers than expected. The error names the differences."""
     missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
@@ -219,7 +215,7 @@ def check_fits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], orig
         and not (state[key].is_floating_point() and expected[key].is_floating_point())
     ]
     problems = [
-        f"{len(items)} {what} ({', '.join(_short(item) for item in items[:3])}{', ...' if len(items) > 3 else ''})"
+        f"{len(items)} {what} ({', '.join(shortened(item) for item in items[:3])}{', ...' if len(items) > 3 else ''})"
         for what, items in (
             ("missing", missing),
             ("unknown", extra),

@@ -132,6 +132,12 @@ class ProgressPart(_Strict):
     best_step: Whole | None
     history: list[Epoch]
 
+    @pydantic.model_validator(mode="after")
+    def _epochs_fit(self) -> ProgressPart:
+        if len(self.history) != self.epoch or (self.best_step is None) != (self.epoch == 0):
+            raise ValueError("expected the numbers of each finished epoch, and the best step among them")
+        return self
+
 
 class AveragePart(_Strict):
     """The average of the weights in a checkpoint."""
