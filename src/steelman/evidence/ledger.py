@@ -26,7 +26,7 @@ from torch import Tensor
 
 from steelman.bounded import read_bytes, read_json, read_tensors
 from steelman.data.source import MOST_CLASSES
-from steelman.errors import UserError
+from steelman.errors import UserError, shortened
 from steelman.files import write_atomic
 from steelman.losses import margin, standardised
 from steelman.rng import Key
