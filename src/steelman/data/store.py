@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from steelman.errors import UserError, shown
 from steelman.files import write_atomic
 
 VARIABLE = "STEELMAN_DATA"
+MOST = 1 << 44  # bytes of an array: 16 TB
 
 
 def data_root() -> Path:
@@ -54,6 +56,8 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
             f"{path} cannot be read ({shown(str(error))[1:-1]}); run: steelman data get {path.stem}"
         ) from None
     for name, value in found.items():
+        if math.prod(max(side, 1) for side in value.shape) > MOST:  # without any data, a size can be endless
+            raise UserError(f"{path}: {name} has the impossible shape {tuple(value.shape)}")
         if value.dtype != torch.uint8:
             raise UserError(f"{path}: expected {name} in 8 bits, got {value.dtype}; run: steelman data get {path.stem}")
     return found, meta
