@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         RayS,
         Square,
     )
+    from steelman.corruptions import CORRUPTIONS
+    from steelman.corruptions.accuracy import CorruptionAccuracy
+    from steelman.corruptions.measure import evaluate_corruptions
     from steelman.data import AUGMENTATIONS, DATASETS
     from steelman.errors import UserError
     from steelman.evaluation.distance import Distances, distance
@@ -71,6 +74,9 @@ _HOMES = {
         *("APGD", "ATTACKS", "FAB", "FGSM", "MIM", "PGD", "Attack", "CarliniWagner", "DeepFool", "MultiTargeted"),
         *("RayS", "Square"),
     ),
+    "corruptions": ("CORRUPTIONS",),
+    "corruptions.accuracy": ("CorruptionAccuracy",),
+    "corruptions.measure": ("evaluate_corruptions",),
     "data": ("AUGMENTATIONS", "DATASETS"),
     "errors": ("UserError",),
     "evaluation.distance": ("Distances", "distance"),
@@ -104,6 +110,7 @@ __all__ = [
     "ATTACKS",
     "AUGMENTATIONS",
     "AWP",
+    "CORRUPTIONS",
     "CURE",
     "DATASETS",
     "FAB",
@@ -128,6 +135,7 @@ __all__ = [
     "Attack",
     "Batch",
     "CarliniWagner",
+    "CorruptionAccuracy",
     "Criterion",
     "DeepFool",
     "Distances",
@@ -153,6 +161,7 @@ __all__ = [
     "distance",
     "embed",
     "evaluate",
+    "evaluate_corruptions",
     "fit",
     "load",
     "suite_named",

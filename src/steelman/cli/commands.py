@@ -15,6 +15,7 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from steelman import __version__
+from steelman.cli.corruptions import app as corruptions_app
 from steelman.cli.distance import app as distance_app
 from steelman.cli.distance import say_if
 from steelman.cli.evidence import app as evidence_app
@@ -46,7 +47,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Fetch datasets, and see which are here.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-for part in (distance_app, evidence_app):
+for part in (corruptions_app, distance_app, evidence_app):
     app.add_typer(part)  # without a name: its commands are steelman's own
 
 

@@ -70,8 +70,16 @@ def verify(
     salt: Annotated[
         str | None, typer.Option(help="Audit: a text that decides the draw with the seal; by default random.")
     ] = None,
+    official: Annotated[
+        Path | None, typer.Option(help="For evidence on CIFAR-10-C, CIFAR-100-C or ImageNet-C: the folder of the set.")
+    ] = None,
+    frost: Annotated[
+        str | None, typer.Option(help="For evidence on corrupted images: a folder with pictures of frost.")
+    ] = None,
 ) -> None:
     """Check the evidence of a verdict. Given the model and the data, the model classifies every image again.
+
+    Evidence on corrupted images is checked too: the images are made again.
 
     Nothing is attacked, except with --reattack. The exit code is 0 for accepted, 1 for rejected, and 2 for a mistake in
     the command.
@@ -89,7 +97,12 @@ def verify(
         raise UserError("--weights, --layout, --head and --option: expected --model with them")
     if reattack is None and (suite is not None or salt is not None):
         raise UserError("--suite and --salt: expected --reattack with them")
-    place = bundle_at(bundle)
+    corrupted = (bundle / "corruptions.json").is_file()
+    if corrupted and (reattack is not None):
+        raise UserError("--reattack: expected evidence of a verdict; this is evidence on corrupted images")
+    if not corrupted and (official or frost):
+        raise UserError("--official and --frost: expected evidence on corrupted images")
+    place = bundle if corrupted else bundle_at(bundle)
     net: nn.Module | None = None
     dataset: Dataset | None = None
     if model is None and (bundle / "model.json").is_file():
@@ -102,6 +115,9 @@ def verify(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reattack is not None and (net is None or dataset is None):
         raise UserError("--reattack: expected the model and the data with it")
+    if corrupted:
+        _corrupted(bundle, net.to(device) if net is not None else None, dataset, official, frost, seal)
+        return
     try:
         with showing(console):
             found = check(
@@ -117,6 +133,34 @@ def verify(
     except DamagedError as error:
         raise _refuse("rejected", str(error)) from None
     _print_checked(found, place, published=seal is not None)
+
+
+def _corrupted(
+    place: Path,
+    net: nn.Module | None,
+    dataset: Dataset | None,
+    official: Path | None,
+    frost: str | None,
+    seal: str | None,
+) -> None:
+    """Check evidence on corrupted images, and print what was checked."""
+    from steelman.corruptions.check import verify_corruptions
+    from steelman.corruptions.official import open_official
+    from steelman.corruptions.record import read_record
+    from steelman.data.source import first
+    from steelman.evidence.bundle import DamagedError
+    from steelman.progress import showing
+
+    try:
+        record = read_record(place).record
+        source = None if dataset is None or net is None else first(dataset.test, record["clean_total"])
+        stored = None if official is None or source is None else open_official(official, source)
+        with showing(console):
+            found = verify_corruptions(place, model=net, source=source, official=stored, frost=frost, seal=seal)
+    except DamagedError as error:
+        raise _refuse("rejected", str(error)) from None
+    _say(f"accepted: {place}, seal {found.seal}")
+    _say(f"  {found.text}")
 
 
 def _print_checked(found: Checked, place: Path, *, published: bool) -> None:

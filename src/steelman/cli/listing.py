@@ -31,6 +31,7 @@ class Kind(StrEnum):
 
     attacks = "attacks"
     suites = "suites"
+    corruptions = "corruptions"
     objectives = "objectives"
     models = "models"
     heads = "heads"
@@ -51,6 +52,11 @@ ATTACKS = (
 )
 DATASETS = ("arrays", "cifar10", "cifar100", "digits", "fashion-mnist", "folder", "mnist")
 NEAREST = ("cw", "deepfool", "fab", "fab-t", "rays")  # the attacks of ``steelman distance``
+CORRUPTIONS = (
+    *("brightness", "contrast", "defocus-blur", "elastic-transform", "fog", "frost", "gaussian-blur", "gaussian-noise"),
+    *("glass-blur", "impulse-noise", "jpeg-compression", "motion-blur", "pixelate", "saturate", "shot-noise", "snow"),
+    *("spatter", "speckle-noise", "zoom-blur"),
+)
 SUITES = ("fast", "full", "he-adaptive", "he-blackbox", "he-whitebox", "llr", "pas", "rat", "standard")
 
 
@@ -74,7 +80,7 @@ def completing(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 complete_attack, complete_dataset, complete_nearest = map(completing, (ATTACKS, DATASETS, NEAREST))
-complete_fetchable, complete_suite = map(completing, (FETCHABLE, SUITES))
+complete_fetchable, complete_suite, complete_corruption = map(completing, (FETCHABLE, SUITES, CORRUPTIONS))
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -90,6 +96,7 @@ def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
 def registries() -> dict[Kind, dict[str, Any]]:
     """Every registry that can be listed. Recipes are files, and have no registry here."""
     from steelman.attacks import ATTACKS
+    from steelman.corruptions import CORRUPTIONS
     from steelman.data import AUGMENTATIONS, DATASETS
     from steelman.evaluation.suites import SUITES
     from steelman.heads import HEADS
@@ -102,6 +109,7 @@ def registries() -> dict[Kind, dict[str, Any]]:
     return {
         Kind.attacks: ATTACKS,
         Kind.suites: SUITES,
+        Kind.corruptions: CORRUPTIONS,
         Kind.objectives: OBJECTIVES,
         Kind.models: MODELS,
         Kind.heads: HEADS,

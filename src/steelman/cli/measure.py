@@ -231,14 +231,7 @@ def cross(
     loaded = {name: model_at(place, allow_import) for name, place in {**sources, **targets}.items()}
     runs = [described for _, described in loaded.values() if described]
     threat = threat_from(threat_agreed([run["threat"] for run in runs], norm, eps), norm, eps)
-    own = [run["data"] for run in runs]
-    if data is None and (not own or any(one != own[0] for one in own)):
-        reason = "the runs' own differ; name one" if own else "expected a dataset, because none of the models is a run"
-        raise UserError(f"--data: {reason}; choices: {', '.join(datasets.DATASETS)}")
-    name, where = name_and_options(data) if data else (own[0]["name"], {})
-    kept = [one["options"] for one in own if one["name"] == name]
-    where = {**(kept[0] if kept and all(one == kept[0] for one in kept) else {}), **where}
-    dataset = datasets.load(name, **{**where, **({"root": root} if root else {})})
+    dataset = dataset_of(runs, data, root)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = first(dataset.test, samples)
     source.workers = workers
@@ -257,6 +250,18 @@ def cross(
     console.print(found.table())
     console.print(f"transfer: {place / 'transfer.json'}", highlight=False, soft_wrap=True)
     return found
+
+
+def dataset_of(runs: Sequence[Mapping[str, Any]], data: str | None, root: Path | None) -> datasets.Dataset:
+    """The dataset that the command line names, or else the one of all runs. `runs` are their descriptions."""
+    own = [run["data"] for run in runs]
+    if data is None and (not own or any(one != own[0] for one in own)):
+        reason = "the runs' own differ; name one" if own else "expected a dataset, because none of the models is a run"
+        raise UserError(f"--data: {reason}; choices: {', '.join(datasets.DATASETS)}")
+    name, where = name_and_options(data) if data else (own[0]["name"], {})
+    kept = [one["options"] for one in own if one["name"] == name]
+    where = {**(kept[0] if kept and all(one == kept[0] for one in kept) else {}), **where}
+    return datasets.load(name, **{**where, **({"root": root} if root else {})})
 
 
 def _to_the_last_step(attack: str) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,7 +49,7 @@ COLUMNS = {  # the columns of samples.safetensors
 # The share of the samples that the pilot gets, and the least and the most samples.
 PILOT, PILOT_LEAST, PILOT_MOST = 0.02, 32, 200
 SMALL = 1000  # in a set of fewer samples, pilot and sentinel are smaller: else they would take most of the time
-# The files of the evidence.
+# The files of the evidence; the first holds the claims.
 PARTS = (
     "evidence.json",
     "samples.safetensors",
@@ -168,8 +168,9 @@ class Work:
     From its creation to the end of the ``with`` block, no other process can evaluate into the folder above it.
     """
 
-    def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fingerprint: dict[str, Any], parts: Sequence[str] = PARTS) -> None:
+        """`parts` are the files that the finished evaluation will write above `folder`, the claims first."""
+        self.folder, self.parts = folder, parts
         with writing(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
         self._went_on = False  # whether a batch of an earlier call was read
@@ -186,17 +187,17 @@ class Work:
         with writing(place):
             tidy(place)
         if mark.exists():
-            if difference := _difference(mark, new):
+            if difference := difference_of(mark, new):
                 raise UserError(
                     f"{place} holds an unfinished evaluation of something else ({difference}); choose another folder, "
                     "or delete it"
                 )
             return
-        if (place / "evidence.json").exists():
-            difference = _difference(place / "evidence.json", new)
+        if (place / self.parts[0]).exists():
+            difference = difference_of(place / self.parts[0], new)
             what = f"another evaluation ({difference})" if difference else "this evaluation already, and it is finished"
             raise UserError(f"{place} holds {what}; verify it, or choose another folder")
-        if rest := sorted(path.name for name in PARTS for path in place.glob(name)):
+        if rest := sorted(path.name for name in self.parts for path in place.glob(name)):
             raise UserError(f"{place} holds {rest[0]} of another evaluation; choose another folder")
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
@@ -313,7 +314,7 @@ def tidy(place: Path) -> None:
                 path.unlink()
 
 
-def _difference(mark: Path, new: dict[str, Any]) -> str:
+def difference_of(mark: Path, new: dict[str, Any]) -> str:
     """The differences between the settings in a file and the settings `new`, as text. Empty if there are none."""
     try:
         kept = read_json(mark, most_bytes=1 << 26)

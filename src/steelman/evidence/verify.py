@@ -97,7 +97,7 @@ def verify(
     folder, device = path_of("folder", folder), device_from("device", device)
     _check_given(model, source, reattack)
     bundle = read_bundle(folder)
-    check_seal(bundle, seal)
+    check_seal(bundle.seal, seal)
     record, samples = bundle.record, bundle.samples
     strange, kept = stranger(bundle), check_consistency(bundle)
     asked = None
@@ -160,15 +160,15 @@ def _check_given(model: nn.Module | None, source: Source | None, reattack: int |
         raise UserError("--reattack: expected the model and the data with it")
 
 
-def check_seal(bundle: Bundle, seal: str | None) -> None:
+def check_seal(found: str, seal: str | None) -> None:
     """Raise unless the evidence has the published seal. None asks for nothing."""
     if seal is None:
         return
     asked = text_of("seal", seal).strip().lower()
     if not re.fullmatch(f"[0-9a-f]{{{SHORTEST},64}}", asked):
         raise UserError(f"--seal: expected {SHORTEST} to 64 digits of 0-9 and a-f, got {seal[:80]!r}")
-    if not bundle.seal.startswith(asked):
-        raise SealError(f"the evidence has the seal {bundle.seal}, and the published one is {asked}")
+    if not found.startswith(asked):
+        raise SealError(f"the evidence has the seal {found}, and the published one is {asked}")
 
 
 def _unknown(bundle: Bundle) -> tuple[str, ...]:

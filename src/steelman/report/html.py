@@ -64,15 +64,14 @@ def render(entries: Sequence[Entry], *, title: str, intro: str = "") -> str:
     """
     if not entries:
         raise UserError("a report needs at least one model, got none")
-    style = (importlib.resources.files("steelman.report") / "templates" / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style, policy = sheet()
     models = [(entry, Style.of(index)) for index, entry in enumerate(entries)]
-    page = _environment().get_template("page.html")
+    page = environment().get_template("page.html")
     return page.render(
         title=title,
         intro=[part for part in re.split(r"\n\s*\n", intro.strip()) if part],
-        style=Markup(style),
-        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        style=style,
+        policy=policy,
         models=models,
         evaluated=[(entry, look) for entry, look in models if entry.evaluation],
         columns=text.columns(entries),
@@ -89,9 +88,18 @@ def render(entries: Sequence[Entry], *, title: str, intro: str = "") -> str:
     )
 
 
+def sheet() -> tuple[Markup, str]:
+    """The style sheet, and the content security policy that allows it and nothing else."""
+    style = (importlib.resources.files("steelman.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return Markup(style), policy
+
+
 @functools.cache
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """The templates, with the functions that they call."""
+    made = Environment(
         loader=PackageLoader("steelman.report"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -108,10 +116,10 @@ def _environment() -> Environment:
         text.options,
         text.seconds,
     ):
-        environment.filters[function.__name__] = function
-    environment.filters["seconds_of"] = seconds_of
-    environment.tests["attack"] = lambda name: name not in (CLEAN, WORST)
-    return environment
+        made.filters[function.__name__] = function
+    made.filters["seconds_of"] = seconds_of
+    made.tests["attack"] = lambda name: name not in (CLEAN, WORST)
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
