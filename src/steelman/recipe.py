@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from steelman.attacks import ATTACKS, Attack, Search
 from steelman.bounded import read_yaml
+from steelman.corruptions.plan import CorruptionsSpec
 from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.data.augment import NoAugment
 from steelman.errors import UserError, shown, unknown
@@ -152,18 +153,26 @@ def _suite(value: object) -> object:
     return value
 
 
+def _corruptions(value: object) -> object:
+    if isinstance(value, bool):
+        return CorruptionsSpec() if value else None
+    return _validated(CorruptionsSpec, value) if isinstance(value, Mapping) else value
+
+
 @settings
 class EvaluationSpec:
     """How the finished model is measured on the test set.
 
     `suite` gives the verdict. None: no verdict. `attacks` run one by one, each on every sample, as for a paper's table.
-    `samples` is the number of test images that are used. None: all of them.
+    `samples` is the number of test images that are used. None: all of them. `corruptions` measures the accuracy on
+    corrupted test images. It is true, or a block of settings.
     """
 
     suite: Annotated[str | None, BeforeValidator(_suite)] = "fast"
     attacks: Annotated[dict[str, Attack], BeforeValidator(_attacks)] = Field(default_factory=dict)
     samples: Count | None = None
     batch_size: BatchSize = 256
+    corruptions: Annotated[CorruptionsSpec | None, BeforeValidator(_corruptions)] = None
 
     @model_validator(mode="after")
     def _something(self) -> EvaluationSpec:

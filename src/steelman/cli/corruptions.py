@@ -77,8 +77,9 @@ def corruptions(
     from steelman.cli.measure import dataset_of
     from steelman.cli.subjects import model_at, models_named
     from steelman.corruptions import SEVERITIES, STANDARD
-    from steelman.corruptions.measure import Plan, claims_of, measure
+    from steelman.corruptions.measure import claims_of, measure
     from steelman.corruptions.official import open_official
+    from steelman.corruptions.plan import Plan
     from steelman.corruptions.published import published_row
     from steelman.data.source import first
     from steelman.progress import showing

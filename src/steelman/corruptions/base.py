@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -116,15 +116,22 @@ def check_images(x: object) -> None:
     """Refuse what is not a batch of images that can be corrupted."""
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
         raise UserError(f"images: expected floating-point numbers of shape (N, C, H, W), got {_shape(x)}")
-    if x.shape[1] not in (1, 3):
-        raise UserError(f"images: expected 1 or 3 channels, got {x.shape[1]}")
-    if min(x.shape[2:]) < SMALLEST:
-        raise UserError(f"images: expected at least {SMALLEST} x {SMALLEST} pixels, got {x.shape[2]} x {x.shape[3]}")
+    check_shape(tuple(x.shape[1:]), "images")
     if len(x):
         low, high = float(x.min()), float(x.max())
         if not (low >= 0 and high <= 1):
             hint = "; divide 8-bit images by 255" if high > 2 else ""
             raise UserError(f"images: expected values in [0, 1], got {low:.4g} to {high:.4g}{hint}")
+
+
+def check_shape(shape: Sequence[int], what: str) -> None:
+    """Refuse images of this shape (C, H, W) if they cannot be corrupted."""
+    if shape[0] not in (1, 3):
+        raise UserError(f"{what}: expected images of 1 or 3 channels, got {shape[0]}")
+    if min(shape[1:]) < SMALLEST:
+        raise UserError(
+            f"{what}: expected images of at least {SMALLEST} x {SMALLEST} pixels, got {shape[1]} x {shape[2]}"
+        )
 
 
 def _shape(x: object) -> str:

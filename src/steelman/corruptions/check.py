@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import steelman
 from steelman.arguments import model_of, path_of, text_of
 from steelman.attacks.base import logits_of, untouched
-from steelman.corruptions.measure import Loaded, Plan, rows_of
+from steelman.corruptions.measure import Loaded, rows_of
 from steelman.corruptions.official import Official
+from steelman.corruptions.plan import Plan
 from steelman.corruptions.record import GENERATED, NAME, Record, read_record
 from steelman.corruptions.weather import Frost
 from steelman.data.source import Source, knows_classes
@@ -127,6 +128,8 @@ def _check_data(found: Record, source: Source) -> None:
         raise DamagedError(f"expected {record['clean_total']:,} images, got {len(source):,}; see --samples")
     if knows_classes(source) and list(source.classes) != record["classes"]:
         raise DamagedError("the classes are not those of the data")
+    if not torch.equal(found.claimed.clean_label, source.labels.to(torch.int32)):
+        raise DamagedError("the labels of the clean images are not those of the data")
     rows = torch.split(torch.arange(len(source)), rows_of(source))
     if data_digest(torch.cat([digests(source.images(at), source.labels[at]) for at in rows])) != record["data_digest"]:
         raise DamagedError("the clean images and labels are not those that were measured")

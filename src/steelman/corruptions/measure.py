@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from steelman.arguments import path_of, text_of
-from steelman.corruptions import CORRUPTIONS, SEVERITIES, STANDARD
+from steelman.corruptions import SEVERITIES, STANDARD
 from steelman.corruptions.accuracy import CorruptionAccuracy
-from steelman.corruptions.base import Corruption, Family, check_images
+from steelman.corruptions.base import Corruption, Family, check_images, check_shape
 from steelman.corruptions.official import Official
+from steelman.corruptions.plan import Plan
 from steelman.corruptions.record import GENERATED, NAME, PARTS, Claimed, read_record, write_record
 from steelman.corruptions.weather import Frost
 from steelman.data.source import ArraySource, Source, name_of
-from steelman.errors import UserError, shown, unknown
+from steelman.errors import UserError, shown
 from steelman.evaluation.checks import as_model, check_contract, check_model, predictions
 from steelman.evaluation.evaluate import versions
 from steelman.evaluation.manners import check_manners
@@ -34,78 +35,10 @@ from steelman.evidence.ledger import Work, digests
 from steelman.precision import full_precision
 from steelman.progress import Ticker
 from steelman.rng import Key
-from steelman.settings import SettingsError, make
 from steelman.threat import ThreatModel
 
 BLOCK = 1 << 25  # values of the images that are in memory at once
 THREAT = ThreatModel(eps=1 / 255)  # its range is that of the images; the radius is not used
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured: the corruptions and their settings, the severities, and the seed of the noise."""
-
-    corruptions: tuple[str, ...] = STANDARD
-    severities: tuple[int, ...] = SEVERITIES
-    family: Family = "auto"
-    exact: bool = True
-    frost: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "corruptions", _names(self.corruptions))
-        object.__setattr__(self, "severities", _severities(self.severities))
-        object.__setattr__(self, "seed", whole("seed", self.seed))
-        if self.family not in ("auto", "cifar", "imagenet"):
-            raise unknown("family", self.family, ("auto", "cifar", "imagenet"))
-        if "frost" in self.corruptions:
-            Frost(pictures=self.frost).source()  # refuses a folder without pictures now, not after hours
-
-    def build(self, name: str, severity: int) -> Corruption:
-        """The corruption of a cell."""
-        more = {"pictures": self.frost} if CORRUPTIONS[name] is Frost else {}
-        options = {"severity": severity, "family": self.family, "exact": self.exact, **more}
-        try:
-            return make("corruption", CORRUPTIONS, name, options)
-        except SettingsError as error:
-            raise UserError(f"{name}: {error}") from None
-
-    def described(self, shape: tuple[int, int, int]) -> dict[str, Any]:
-        """The settings of the corruptions, with the constants of each cell for images of this shape."""
-        built = {cell: self.build(*cell) for cell in self.cells()}
-        return {
-            "family": next(iter(built.values())).family_for(*shape[1:]),
-            "exact": self.exact,
-            "constants": {
-                name: [list(built[name, severity].constants(*shape[1:])) for severity in self.severities]
-                for name in self.corruptions
-            },
-        }
-
-    def cells(self) -> list[tuple[str, int]]:
-        return [(name, severity) for name in self.corruptions for severity in self.severities]
-
-
-def _names(names: object) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise UserError(f"corruptions: expected a list of names, such as ['fog', 'snow'], got {shown(names)}")
-    for name in names:
-        if name not in CORRUPTIONS:
-            raise unknown("corruption", name, CORRUPTIONS)
-    if not names:
-        raise UserError("corruptions: expected at least one, got none")
-    return tuple(name for name in CORRUPTIONS if name in names)
-
-
-def _severities(severities: object) -> tuple[int, ...]:
-    if isinstance(severities, str) or not isinstance(severities, Sequence):
-        raise UserError(f"severities: expected a list such as [1, 3, 5], got {shown(severities)}")
-    for one in severities:
-        if one not in SEVERITIES or isinstance(one, bool):
-            raise UserError(f"severities: expected numbers from 1 to 5, got {shown(one)}")
-    if not severities:
-        raise UserError("severities: expected at least one, got none")
-    return tuple(sorted(set(severities)))
 
 
 def evaluate_corruptions(
@@ -142,12 +75,12 @@ def evaluate_corruptions(
     (8, 4)
     """
     plan = Plan(
-        corruptions=tuple(corruptions) if isinstance(corruptions, list | tuple) else corruptions,  # type: ignore[arg-type]
-        severities=tuple(severities) if isinstance(severities, list | tuple) else severities,  # type: ignore[arg-type]
+        corruptions=corruptions,  # type: ignore[arg-type]  # Plan takes any sequence
+        severities=severities,  # type: ignore[arg-type]
         family=family,
         exact=exact,
         frost=frost,
-        seed=seed,
+        seed=whole("seed", seed),
     )
     name = text_of("name", name)
     places = None if out is None else {name: path_of("out", out)}
@@ -170,7 +103,11 @@ def measure(
     if not isinstance(data, Source) and not (isinstance(data, tuple) and len(data) == 2):
         raise UserError(f"data: expected (images, labels) or a source, got {shown(data)}")
     source = ArraySource(*data) if isinstance(data, tuple) else data
+    check_shape(source.shape, "data")
     batch_size = whole("batch_size", batch_size, 1)
+    for name, model in models.items():
+        with _about(name, models):
+            check_model(model)
     device = device_of(next(iter(models.values())))
     if official is not None:
         plan = dataclasses.replace(
@@ -179,11 +116,10 @@ def measure(
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), full_precision():
         for name, model in models.items():
             with _about(name, models):
-                check_model(model)
                 check_contract(model, source, THREAT, device)
                 check_manners(model, source, device, most=batch_size)
         images = _images(plan, source, official)
-        check_images(images[0][1].images(torch.arange(1)))
+        check_images(source.images(torch.arange(1)))
         with contextlib.ExitStack() as stack:
             if places is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

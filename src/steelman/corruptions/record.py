@@ -198,6 +198,11 @@ def read_record(folder: Path, claims: Mapping[str, Any] | None = None) -> Record
     return Record(folder, record, claimed)
 
 
+def differs(folder: Path, claims: Mapping[str, Any]) -> bool:
+    """Whether the evidence in `folder` is of another measurement than `claims`."""
+    return bool(difference_of(folder / NAME, json.loads(json.dumps(claims))))
+
+
 def _check_names(path: Path, record: Mapping[str, Any]) -> None:
     names, severities = record["corruptions"], record["severities"]
     if names != [name for name in CORRUPTIONS if name in names] or severities != sorted(set(severities)):

@@ -48,7 +48,8 @@ def check_page(folder: Path, bundle: Bundle) -> str:
 
 def _page_of_run(folder: Path) -> str:
     from steelman.report import html  # the training uses evaluations, so these imports would be cycles
-    from steelman.training.folder import entries_of, without_model
+    from steelman.training.finish import entries_of
+    from steelman.training.folder import without_model
 
     run = without_model(folder)
     return html.render(entries_of(run, run.evaluation.model), title=f"{run.evaluation.model} on {run.evaluation.data}")

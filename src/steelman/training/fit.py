@@ -40,7 +40,8 @@ from steelman.schedules import Piecewise, Schedule
 from steelman.threat import ThreatModel
 from steelman.training.asked import asked_for, begin, exact
 from steelman.training.checkpoint import checkpoints
-from steelman.training.folder import Measured, Run, export, finish, load, mend
+from steelman.training.finish import Measured, finish
+from steelman.training.folder import Run, export, load, mend
 from steelman.training.records import Trained
 from steelman.training.run import make_fabric
 from steelman.training.settings import Adam, RunSettings, Training, Validation

@@ -5,6 +5,7 @@
 - ``metrics.jsonl`` and ``tensorboard``: the course of the training.
 - ``checkpoints``: what a resume needs.
 - ``model.safetensors`` and ``model.json``: the kept weights, and how to rebuild their model.
+- ``corruptions``: the accuracy on corrupted images.
 - ``verdict``: the evidence of the suite. ``attacks``: the evidence of the attacks of ``evaluation.attacks``.
 - ``report.html``: the report.
 - ``run.json``: marks a finished run, so it is written last.
@@ -15,37 +16,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from steelman.arguments import model_of, path_of
-from steelman.attacks import Attack
-from steelman.data.source import Source
+from steelman.corruptions.accuracy import CorruptionAccuracy
+from steelman.corruptions.record import NAME, read_record
 from steelman.errors import UserError, resume_command, shown
-from steelman.evaluation.evaluate import evaluate, versions
+from steelman.evaluation.evaluate import versions
 from steelman.evaluation.result import Evaluation, Verdict
-from steelman.evaluation.stages import Suite
-from steelman.evaluation.suites import suite_of
-from steelman.evidence.bundle import GIVEN, OWN, finished, read_bundle, weights_digest
+from steelman.evidence.bundle import GIVEN, OWN, finished
 from steelman.evidence.ledger import tidy
 from steelman.files import sweep, write_atomic, write_folder
 from steelman.imports import check_allowed
 from steelman.models.batchnorm import AuxiliaryNorm, route, split_norms
 from steelman.models.classifier import Ensemble, build_described, check_fits, load_state, load_weights
-from steelman.report import Entry, html, tables
-from steelman.threat import ThreatModel
 from steelman.training.described import model_file, run_file
-from steelman.training.guard import blind
 from steelman.training.records import Trained
 
+CORRUPTED = "corruptions"  # the folder of a run with its accuracy on corrupted images
 # The files that are written whole.
 FILES = (
     "recipe.yaml",
@@ -66,6 +61,7 @@ class Run:
 
     `path` and `report` are None for a run without a folder. `evaluation` is that of the suite. A run without a suite
     has the evaluation of its given attacks there. If the run has both, `attacked` is the evaluation of the attacks.
+    `corrupted` is the accuracy on corrupted images, if the recipe asked for it.
     `missing` is the reason if there is no model: only the user's code can build it.
     """
 
@@ -73,6 +69,7 @@ class Run:
     history: tuple[dict[str, Any], ...]
     evaluation: Evaluation
     attacked: Evaluation | None = None
+    corrupted: CorruptionAccuracy | None = None
     kept: nn.Module | None = dataclasses.field(default=None, repr=False)
     missing: str = ""
 
@@ -152,6 +149,7 @@ def without_model(folder: Path) -> Run:
         history=tuple(run_file(folder / "run.json")["history"]),
         evaluation=Evaluation.load(folder / OWN if finished(folder / OWN) else attacked),
         attacked=Evaluation.load(attacked) if both else None,
+        corrupted=read_record(folder / CORRUPTED).accuracy if (folder / CORRUPTED / NAME).is_file() else None,
     )
 
 
@@ -280,120 +278,3 @@ def export(folder: Path, trained: Trained, description: Mapping[str, Any]) -> No
     }
     write_atomic(folder / "model.safetensors", content)
     write_atomic(folder / "model.json", json.dumps(record, indent=1).encode())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """How a finished model is measured: images, threat model, suite and attacks."""
-
-    source: Source
-    threat: ThreatModel
-    suite: str | Suite | None
-    attacks: Mapping[str, Attack]
-    batch_size: int
-    seed: int
-
-
-def finish(
-    folder: Path,
-    model: nn.Module,
-    trained: Trained,
-    measured: Measured,
-    *,
-    name: str,
-    adversarial: bool,
-    console: Console,
-    started: float,
-    show: bool = True,
-    keep: bool = True,
-) -> Run:
-    """Measure the kept model, write the report, and mark the run as finished.
-
-    `keep` False is for a temporary folder: the run then has no `path`.
-    """
-    if trained.stopped:
-        console.print(
-            f"stopped early: {trained.stopped}; keeping epoch {trained.epoch}", style="yellow", highlight=False
-        )
-    warning = blind(trained.history) if adversarial else None
-    if warning:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
-    found = []
-    for place, suite in ((OWN, measured.suite), (GIVEN, dict(measured.attacks))):
-        if not suite:
-            continue
-        if finished(folder / place):  # an earlier process finished it, and was killed before the end of the run
-            if _still(folder / place, model, measured, suite):
-                found.append(Evaluation.load(folder / place))
-                continue
-            (folder / place).rename(folder / f"{place}-{time.time_ns()}")  # its model or its settings are others
-        found.append(
-            evaluate(
-                model,
-                measured.source,
-                None,
-                measured.threat,
-                suite,
-                name=name,
-                batch_size=measured.batch_size,
-                seed=measured.seed,
-                out=folder / place,
-            )
-        )
-    run = Run(
-        path=folder if keep else None,
-        history=trained.history,
-        evaluation=found[0],
-        attacked=found[1] if len(found) > 1 else None,
-        kept=model,
-    )
-    write_report(run, console if show else Console(quiet=True))
-    record = {
-        "status": "stopped early" if trained.stopped else "finished",
-        "message": trained.stopped,
-        "kept_epoch": trained.epoch,
-        "training_seconds": sum(epoch["seconds"] for epoch in trained.history),
-        "session_seconds": time.monotonic() - started,
-        "history": trained.history,
-    }
-    write_atomic(folder / "run.json", json.dumps(record, indent=1).encode())  # last, because it marks a finished run
-    return run
-
-
-def _still(folder: Path, model: nn.Module, measured: Measured, suite: str | Suite | dict[str, Attack]) -> bool:
-    """Whether finished evidence is of the same model, images, threat model and attacks."""
-    record = read_bundle(folder).record
-    asked = suite_of(suite, measured.threat)
-    stages = [stage.name for stage in asked.stages]
-    attacks = [stage["attack"] for stage in record["suite"]["stages"]]
-    # For a cascade, the names are enough: a name always means the same stage.
-    if asked.protocol and attacks != [stage.described() for stage in asked.stages]:
-        return False
-    return [stage["name"] for stage in record["suite"]["stages"]] == stages and all(
-        record[key] == value
-        for key, value in {
-            "total": len(measured.source),
-            "seed": measured.seed,
-            "batch_size": measured.batch_size,
-            "weights": weights_digest(model),
-            "threat": dataclasses.asdict(measured.threat),
-        }.items()
-    )
-
-
-def entries_of(run: Run, name: str) -> list[Entry]:
-    """The entries of a run in a report: its verdict, and its attacks that ran one by one."""
-    found = [Entry(name=name, evaluation=run.evaluation, history=run.history)]
-    if run.attacked is not None:
-        found.append(Entry(name=f"{name}, attack by attack", evaluation=run.attacked))
-    return found
-
-
-def write_report(run: Run, console: Console) -> None:
-    """Print the table and the verdict, write the report, and print its path."""
-    entries = entries_of(run, run.evaluation.model)
-    console.print(tables.scores_table(entries))
-    console.print(tables.verdict_text(run.evaluation))
-    if run.report is not None:
-        html.write(run.report, entries, title=f"{run.evaluation.model} on {run.evaluation.data}")
-        console.print(f"report: {run.report}", highlight=False, soft_wrap=True)

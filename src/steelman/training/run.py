@@ -19,6 +19,8 @@ from rich.console import Console
 from torch import nn
 
 from steelman import data
+from steelman.corruptions.base import check_shape
+from steelman.corruptions.published import PUBLISHED
 from steelman.data.source import first
 from steelman.errors import UserError, resume_command
 from steelman.evaluation.checks import check_contract
@@ -29,7 +31,8 @@ from steelman.objectives import check_model
 from steelman.progress import showing
 from steelman.recipe import Recipe, fingerprint, parse, read
 from steelman.rng import Key
-from steelman.training.folder import Measured, Run, export, finish, load_model, make_folder, mend
+from steelman.training.finish import Measured, finish
+from steelman.training.folder import Run, export, load_model, make_folder, mend
 from steelman.training.settings import Compute
 from steelman.training.trainer import Trainer
 
@@ -131,6 +134,8 @@ def train(
     # Errors of the machine, the data or the model come here, before a folder is made.
     fabric = make_fabric(recipe.compute)
     dataset = data.load(recipe.data.name, **recipe.data.options)
+    if recipe.evaluation.corruptions is not None:
+        check_shape(dataset.shape, "evaluation.corruptions")
     try:
         training, validation = data.split(dataset.train, recipe.validation.size, recipe.training.seed)
     except UserError as error:
@@ -185,6 +190,9 @@ def train(
         attacks=recipe.evaluation.attacks,
         batch_size=recipe.evaluation.batch_size,
         seed=recipe.training.seed,
+        corruptions=recipe.evaluation.corruptions,
+        clean=dataset.test,
+        published=tuple(row.row for row in recipe.published or () if row.row in PUBLISHED and "mCA" in row.numbers),
     )
     with showing(console):
         return finish(
