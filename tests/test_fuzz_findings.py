@@ -37,7 +37,7 @@ from steelman.models.classifier import build_described, load_state
 from steelman.objectives import OBJECTIVES
 from steelman.recipe import parse
 from steelman.recipe import read as read_recipe
-from steelman.settings import SettingsError
+from steelman.settings import SettingsError, options_from_texts
 from steelman.threat import ThreatModel
 from steelman.training import OPTIMIZERS
 from steelman.training.asked import begin
@@ -486,6 +486,12 @@ def test_a_root_that_cannot_be_a_path(root: str) -> None:
 def test_an_option_called_name() -> None:
     with pytest.raises(UserError, match="name: unknown option of dataset 'digits' 'name'; choices: none"):
         data.load("digits", **dict.fromkeys(["name"], "x"))
+
+
+def test_an_option_with_an_endless_name() -> None:
+    with pytest.raises(UserError) as caught:
+        options_from_texts([f"{'x' * 5000}=[1"])
+    assert len(str(caught.value)) < 400
 
 
 def test_a_setting_with_an_endless_name() -> None:

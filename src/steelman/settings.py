@@ -187,5 +187,5 @@ def options_from_texts(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"expected an option as key=value, got {shown(text)}")
-        options[key.strip()] = number(read_yaml(value, what=f"{key.strip()}: {shown(value)}"))
+        options[key.strip()] = number(read_yaml(value, what=f"{_short(key.strip())}: {shown(value)}"))
     return options
