@@ -17,8 +17,7 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from steelman.corruptions import CORRUPTIONS, filters, weather
-from steelman.corruptions.blur import moved
+from steelman.corruptions import CORRUPTIONS, blur, filters, weather
 from steelman.errors import UserError
 from steelman.rng import Key
 from tests import corruption_oracles as oracles
@@ -47,6 +46,8 @@ def pictures(count: int, height: int, width: int, channels: int = 3) -> Array:
         image = (image - image.min()) / (image.max() - image.min())
         low, high = rng.uniform(0, 0.4, channels), rng.uniform(0.6, 1, channels)
         found[number] = low + (high - low) * image
+        if number % 3 == 1:
+            found[number, -6:, :7], found[number, 3:7, -8:] = 0, 1  # black has no hue, and white cannot grow
     return np.round(found * 255) / 255
 
 
@@ -56,11 +57,6 @@ def tensor(x: Array, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def array(x: Tensor) -> Array:
     return np.moveaxis(x.double().numpy(), 1, -1)
-
-
-def clipped(images: Any) -> Array:
-    found: Array = np.clip(np.stack(images), 0, 1)
-    return found
 
 
 # Without noise: the same numbers.
@@ -74,7 +70,7 @@ def test_equals_the_released_generator(name: str, family: str, channels: int) ->
         x = pictures(count, *size, channels)
         for severity, constants in zip(SEVERITIES, CONSTANTS[family][name]):
             found = CORRUPTIONS[name](severity=severity, family=family)(tensor(x))
-            expected = clipped([PLAIN[name](image, *constants) for image in x])
+            expected = np.clip([PLAIN[name](image, *constants) for image in x], 0, 1)
             np.testing.assert_allclose(array(found), expected, atol=1e-5, err_msg=f"severity {severity}, {size}")
 
 
@@ -110,11 +106,6 @@ def moves_of(draws: list[Array], constants: Row) -> Array:
     return np.stack([np.floor(draw * 2 * constants[1]).astype(int) - int(constants[1]) for draw in draws])
 
 
-def elastic(x: Array, constants: Row, draws: list[Array]) -> Array:
-    field = draws[1] if constants[0] else np.full((2, *x.shape[:2]), 0.5)
-    return oracles.elastic_transform(x, constants, 2 * draws[0] - 1, 2 * field - 1)
-
-
 # From an image, constants, and the uniform numbers in [0, 1) or normal ones that our code has drawn for the image.
 EXACT: dict[str, Callable[[Array, Row, list[Array]], Array]] = {
     "gaussian-noise": lambda x, c, d: x + c[0] * np.moveaxis(d[0], 0, -1),
@@ -123,34 +114,50 @@ EXACT: dict[str, Callable[[Array, Row, list[Array]], Array]] = {
     "motion-blur": lambda x, c, d: oracles.motion_blur(x, c[0], c[1], 90 * d[0][0] - 45),
     "snow": lambda x, c, d: oracles.snow(x, c, d[0][0], 90 * d[1][0] - 135),
     "fog": lambda x, c, d: oracles.fog(x, c[0], oracles.plasma(c[1], 2 * d[0][..., None] - 1)[..., 0]),
-    "elastic-transform": elastic,
+    "elastic-transform": lambda x, c, d: oracles.elastic_transform(x, c, 2 * d[0] - 1, 2 * d[-1] - 1),
     # OpenCV's distance to an edge is a little shorter than the true one, which our code takes.
     "spatter": lambda x, c, d: oracles.spatter(x, c, d[0][0], oracles.euclidean),
 }
-
-
 # These cut numbers to whole grey levels on the way. A number next to a level may fall to either side.
 CUT = ("glass-blur", "snow", "spatter")
+
+
+def watched(name: str, x: Array, **options: Any) -> list[tuple[Array, list[Array]]]:
+    """Each corrupted image, and what was drawn for it."""
+    found = []
+    for number in range(len(x)):
+        key, index = Watched(5), torch.tensor([number])
+        corrupted = CORRUPTIONS[name](**options)(tensor(x[number : number + 1], torch.float64), key=key, index=index)
+        found.append((array(corrupted)[0], [draw[0].double().numpy() for draw in key.draws]))
+    return found
+
+
+def compare(name: str, constants: Row, x: Array, **options: Any) -> None:
+    results = zip(x, watched(name, x, **options))
+    wrong = np.stack([found - np.clip(EXACT[name](image, constants, mine), 0, 1) for image, (found, mine) in results])
+    assert np.abs(wrong).max() < (1.01 / 255 if name in CUT else 1e-5)
+    assert np.abs(wrong).mean() < 0.03 / 255
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_the_released_generator_given_the_same_draws(name: str, family: str, severity: int) -> None:
-    x, constants = pictures(4, 32, 40) if severity % 2 else pictures(2, 70, 64), CONSTANTS[family][name][severity - 1]
-    key = Watched(severity)
-    found = CORRUPTIONS[name](severity=severity, family=family)(tensor(x, torch.float64), key=key)
-    draws = [[draw[number].double().numpy() for draw in key.draws] for number in range(len(x))]
-    wrong = np.abs(array(found) - clipped([EXACT[name](image, constants, mine) for image, mine in zip(x, draws)]))
-    assert wrong.max() < (1.01 / 255 if name in CUT else 1e-5)
-    assert wrong.mean() < 0.03 / 255
+    x = pictures(4, 32, 40) if severity % 2 else pictures(2, 70, 64)
+    compare(name, CONSTANTS[family][name][severity - 1], x, severity=severity, family=family)
+
+
+@pytest.mark.parametrize("constants", [(0.5, 1.2, 3, 0, 0.5, 0), (0.5, 5, 9, 0, 0.9, 0)])
+def test_named_constants_of_spatter(constants: Row) -> None:
+    """Without dry places, there are slopes on both sides of the limits of an edge, and places far from any edge."""
+    compare("spatter", constants, pictures(4, 70, 80), **dict(zip(weather.Spatter.NAMES, constants)))
 
 
 @pytest.mark.parametrize("moves", [1, 2, 4, 10])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_glass_moves_what_the_loop_over_pixels_moves(moves: int, channels: int) -> None:
     x, key = torch.rand(3, channels, 28, 37, dtype=torch.float64), Watched(moves)
-    found = array(moved(x, moves, torch.tensor([4, 0, 9]), key))
+    found = array(blur.moved(x, moves, torch.tensor([4, 0, 9]), key))
     offsets = moves_of([draw.numpy() for draw in key.draws], (0, moves, 1))[0]
     for number, image in enumerate(array(x)):
         np.testing.assert_array_equal(found[number], oracles.swapped(image, moves, offsets[number]))
@@ -242,13 +249,9 @@ def measured(x: Array, corrupted: Array) -> Array:
 
 @functools.cache
 def theirs(name: str, family: str, severity: int, folder: Path, scale: str) -> Array:
-    x, constants, rng = (
-        pictures(SAMPLES, 32, 36),
-        CONSTANTS[family][name][severity - 1],
-        np.random.default_rng(severity),
-    )
+    x, rng, constants = pictures(SAMPLES, 32, 36), np.random.default_rng(0), CONSTANTS[family][name][severity - 1]
     drawn = frosted(x, constants, rng, frosts(folder, scale)) if name == "frost" else RANDOM[name](x, constants, rng)
-    return measured(x, clipped(drawn))
+    return measured(x, np.clip(drawn, 0, 1))
 
 
 def distance(one: Array, other: Array) -> float:
@@ -260,9 +263,7 @@ def distance(one: Array, other: Array) -> float:
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", NOISY)
-def test_has_the_statistics_of_the_released_generator(
-    name: str, family: str, severity: int, frost_folder: Path
-) -> None:
+def test_has_the_statistics_of_the_generator(name: str, family: str, severity: int, frost_folder: Path) -> None:
     """And not those of the other family. The frost of both families is of the same size here."""
     (other,) = {*FAMILIES} - {family}
     options = {"pictures": str(frost_folder)} if name == "frost" else {}
@@ -277,12 +278,11 @@ def test_has_the_statistics_of_the_released_generator(
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frost_is_a_part_of_a_picture(family: str, severity: int, frost_folder: Path) -> None:
-    x, key = pictures(12, 32, 36), Watched(severity)
-    frost = CORRUPTIONS["frost"](severity=severity, family=family, pictures=str(frost_folder))
-    found, constants = array(frost(tensor(x), key=key)), CONSTANTS[family]["frost"][severity - 1]
-    for image, one, (which, down, across) in zip(x, found, key.draws[0].tolist()):
+    x, constants = pictures(12, 32, 36), CONSTANTS[family]["frost"][severity - 1]
+    results = watched("frost", x, severity=severity, family=family, pictures=str(frost_folder))
+    for image, (found, ((which, down, across),)) in zip(x, results):
         part = cropped(frosts(frost_folder, family)[int(5 * which)], down, across, image.shape[:2])
-        np.testing.assert_allclose(one, np.clip(oracles.frost(image, constants, part), 0, 1), atol=1e-5)
+        np.testing.assert_allclose(found, np.clip(oracles.frost(image, constants, part), 0, 1), atol=1e-5)
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
@@ -355,7 +355,8 @@ def test_key_index_and_dtype(name: str, severity: int) -> None:
         cast = corrupt(x.to(dtype))
         assert cast.dtype == dtype
         assert (cast.double() - found).mean().abs() < (1e-4 if dtype == torch.float64 else 0.004)
-        assert corrupt(x[:0].to(dtype)).dtype == dtype
+        empty = corrupt(x[:0].to(dtype))
+        assert (empty.shape, empty.dtype) == (x[:0].shape, dtype)
 
 
 # Bad input.
@@ -392,7 +393,5 @@ def test_refuses_bad_settings_and_a_bad_index(name: str, tmp_path: Path) -> None
         with pytest.raises(UserError, match=f"{missing}: is required, because {first} is given; expected all or none"):
             make(**{first: 1})
     if name == "frost":
-        with pytest.raises(
-            UserError, match=r"pictures: expected frost1.png to frost5.jpg in .*; frost1.png is missing"
-        ):
+        with pytest.raises(UserError, match=r"pictures: expected frost1.png to .*; frost1.png is missing"):
             make(pictures=str(tmp_path))(GOOD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,9 +22,8 @@ Constants = tuple[float, ...]
 
 SMALLEST = 28  # pixels along a side: below it, the kernels of some corruptions are larger than the image
 LARGE = 64  # pixels along the shorter side from which "auto" means the constants of ImageNet-C
-BLOCK = 1 << 18  # values that are corrupted together: they stay in the processor's cache
+BLOCK = 1 << 16  # values that are corrupted together: they stay in the processor's cache
 SLACK = 1e-3  # of a grey level: a value that is a whole level must not lose it to a rounding
-THREADS = 4  # for the images that go through Pillow
 GREY = (0.299, 0.587, 0.114)  # the weights of red, green and blue in a grey image
 
 
@@ -81,16 +80,20 @@ class Corruption:
             raise UserError(f"index: expected a whole number for each of {len(x)} images, got {_shape(index)}")
         if not len(x):
             return x.clone()
-        computed = x.to(torch.promote_types(x.dtype, torch.float32))
         constants = self.constants(*x.shape[2:])
         key = key.fold("corruption", type(self).__name__, self.severity)
-        rows = max(BLOCK // x[0].numel(), 1)
-        parts = [
-            self._apply(part, constants, at, key).clamp(0, 1)
-            for part, at in zip(torch.split(computed, rows), torch.split(index.to(x.device), rows), strict=True)
-        ]
-        found = torch.cat(parts)
-        return (truncated(found) if self.exact else found).to(x.dtype)
+        found, index, rows = torch.empty_like(x), index.to(x.device), max(BLOCK // x[0].numel(), 1)
+        kind = torch.promote_types(x.dtype, torch.float32)
+
+        def corrupt(start: int) -> None:
+            at = slice(start, start + rows)
+            part = x[at].to(kind)
+            _check_range(part)  # here, where the values are in the cache anyway
+            made = self._apply(part, constants, index[at], key).clamp(0, 1)
+            found[at] = truncated(made) if self.exact else made
+
+        on_threads(corrupt, range(0, len(x), rows), x.device)
+        return found
 
     def corrupt(self, x: Tensor, constants: Constants) -> Tensor:
         """The corrupted images. They may leave [0, 1]; the caller clips them."""
@@ -112,16 +115,37 @@ class RandomCorruption(Corruption):
         return self.draw(x, constants, index, key)
 
 
+def on_threads(work: Callable[[int], None], starts: Iterable[int], device: torch.device) -> None:
+    """Do the work for each start. On a CPU, each of torch's threads does its own blocks.
+
+    An operation on several threads would add up in another order than on one, and be slow beside another program.
+    """
+    if device.type != "cpu":
+        for start in starts:
+            work(start)
+        return
+    threads = torch.get_num_threads()
+    try:
+        # With OpenMP, the number of threads counts for the calling thread alone.
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for _ in pool.map(work, starts):
+                pass
+    finally:
+        torch.set_num_threads(threads)
+
+
 def check_images(x: object) -> None:
     """Refuse what is not a batch of images that can be corrupted."""
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
         raise UserError(f"images: expected floating-point numbers of shape (N, C, H, W), got {_shape(x)}")
     check_shape(tuple(x.shape[1:]), "images")
-    if len(x):
-        low, high = float(x.min()), float(x.max())
-        if not (low >= 0 and high <= 1):
-            hint = "; divide 8-bit images by 255" if high > 2 else ""
-            raise UserError(f"images: expected values in [0, 1], got {low:.4g} to {high:.4g}{hint}")
+
+
+def _check_range(x: Tensor) -> None:
+    low, high = map(float, torch.aminmax(x))
+    if not (low >= 0 and high <= 1):
+        hint = "; divide 8-bit images by 255" if high > 2 else ""
+        raise UserError(f"images: expected values in [0, 1], got {low:.4g} to {high:.4g}{hint}")
 
 
 def check_shape(shape: Sequence[int], what: str) -> None:
@@ -144,7 +168,7 @@ def truncated(x: Tensor) -> Tensor:
     >>> truncated(torch.tensor([0.5, 1.0])) * 255
     tensor([127., 255.])
     """
-    return (x * 255 + SLACK).floor().clamp(0, 255) / 255
+    return (x * 255).add_(SLACK).floor_().clamp_(0, 255).div_(255)
 
 
 def grey(x: Tensor) -> Tensor:
@@ -160,23 +184,33 @@ def in_colour(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return change(x) if x.shape[1] == 3 else grey(change(x.expand(-1, 3, -1, -1)))
 
 
-def generators(key: Key, index: Tensor) -> list[np.random.Generator]:
-    """A generator of NumPy for each sample, for the draws that `Key` has not."""
+def drawn(key: Key, index: Tensor, draw: Callable[[np.random.Generator, int], Any]) -> Tensor:
+    """What `draw` gives for each sample: it gets a generator of the sample's own, and the sample's row.
+
+    The generators are NumPy's. They are five times faster than the noise of `Key`, which gives them their seeds.
+    """
     seeds = key.bits(index.cpu(), 1)[:, 0].tolist()
-    return [np.random.Generator(np.random.Philox(key=seed % (1 << 64))) for seed in seeds]
+    made = [draw(np.random.Generator(np.random.SFC64(seed % (1 << 64))), row) for row, seed in enumerate(seeds)]
+    return torch.from_numpy(np.stack(made)).to(index.device)
+
+
+def normal(key: Key, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal noise for each sample."""
+    return drawn(key, index, lambda one, _: one.standard_normal(shape, dtype=np.float32))
+
+
+def uniform(key: Key, index: Tensor, shape: tuple[int, ...], kind: Any = np.float32) -> Tensor:
+    """Uniform noise in [0, 1) for each sample."""
+    return drawn(key, index, lambda one, _: one.random(shape, dtype=kind))
 
 
 def by_pillow(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
-    """Change images that Pillow reads: 8-bit images, each by itself, some at once."""
-    values = (x * 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
+    """Change images that Pillow reads: 8-bit images, each by itself."""
+    values = (x * 255).round().to(torch.uint8).cpu().numpy()
 
     def one(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        found = np.asarray(change(Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)))
-        return found.reshape(value.shape)
+        planes = [Image.fromarray(plane) for plane in value]
+        found = change(planes[0] if len(planes) == 1 else Image.merge("RGB", planes))
+        return np.stack([np.asarray(plane) for plane in found.split()])
 
-    if len(values) == 1:
-        changed = [one(values[0])]
-    else:
-        with ThreadPoolExecutor(THREADS) as pool:  # Pillow lets other threads run while it works
-            changed = list(pool.map(one, values))
-    return torch.from_numpy(np.stack(changed)).to(x.device).movedim(-1, 1).to(x.dtype) / 255
+    return torch.from_numpy(np.stack([one(value) for value in values])).to(x.device, x.dtype) / 255

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from steelman.corruptions import filters
-from steelman.corruptions.base import Constants, Corruption, RandomCorruption, truncated
+from steelman.corruptions.base import Constants, Corruption, RandomCorruption, drawn, truncated
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -66,11 +66,11 @@ def moved(x: Tensor, moves: int, index: Tensor, key: Key) -> Tensor:
     """
     height, width = x.shape[2:]
     # The draw of each pixel: -moves .. moves - 1 in both directions.
-    drawn = (key.uniform(index, (2, height, width)) * (2 * moves)).long().clamp(max=2 * moves - 1) - moves
+    ways = drawn(key, index, lambda one, _: one.integers(-moves, moves, (2, height, width)))
     rows = torch.arange(height, device=x.device)[:, None].expand(height, width)
     columns = torch.arange(width, device=x.device).expand(height, width)
     visited = ((rows > moves) & (rows <= height - moves) & (columns > moves) & (columns <= width - moves)).flatten()
-    partner = ((rows + drawn[:, 0]) * width + columns + drawn[:, 1]).flatten(1)
+    partner = ((rows + ways[:, 0]) * width + columns + ways[:, 1]).flatten(1)
     here = torch.arange(height * width, device=x.device).expand(len(x), -1)
     target = torch.where(visited, partner.clamp(0, height * width - 1), here)
     # Pixels that come later in the rows were visited earlier. Only their values have changed.

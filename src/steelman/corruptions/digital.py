@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from steelman.corruptions import filters
-from steelman.corruptions.base import Constants, Corruption, RandomCorruption, by_pillow, in_colour
+from steelman.corruptions.base import Constants, Corruption, RandomCorruption, by_pillow, in_colour, uniform
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -61,7 +61,7 @@ class ElasticTransform(RandomCorruption):
         x = filters.sample(x, down, across, edge_twice=False)
         if not amplitude:
             return x
-        noise = 2 * key.fold("field").uniform(index, (2, height, width), torch.float64) - 1
+        noise = 2 * uniform(key.fold("field"), index, (2, height, width)).to(x.dtype) - 1
         lines = [filters.blur_matrix(side, sigma, 3.0, "mirror") for side in (height, width)]
         field = amplitude * filters.separable(noise, *lines)
         rows = torch.arange(height, device=x.device, dtype=torch.float64)[:, None]

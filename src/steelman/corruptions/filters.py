@@ -1,7 +1,7 @@
 """Filters for batches of images. Each image is filtered by itself, so its result does not depend on the batch.
 
-Sums are written as a product and an addition. Fused, they are rounded otherwise at the ends of a thread's share, and
-these depend on the batch.
+They are called on one thread. On several, sums would be rounded otherwise at the ends of a thread's share, and these
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SHORT = 16  # the radius of a kernel: from here on, a product with a matrix is faster than a sum
 MANY_TAPS = 100  # of a kernel: from here on, a Fourier transform is faster than a sum
 
 
@@ -55,9 +56,25 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: float) -> Tensor:
     """Blur each channel. The edge pixels are repeated beyond the border."""
-    if int(4 * sigma + 0.5) == 0:
+    radius = int(4 * sigma + 0.5)
+    if radius == 0:
+        return x
+    if radius <= SHORT:
+        for axis in (2, 3):
+            x = _along(x, sigma, radius, axis)
         return x
     return separable(x, blur_matrix(x.shape[2], sigma), blur_matrix(x.shape[3], sigma))
+
+
+def _along(x: Tensor, sigma: float, radius: int, axis: int) -> Tensor:
+    """The blur along one axis as a sum of shifted images."""
+    weights = torch.exp(-0.5 * (torch.arange(-radius, radius + 1).double() / sigma) ** 2)
+    weights /= weights.sum()
+    padded = F.pad(x, (0, 0, radius, radius) if axis == 2 else (radius, radius, 0, 0), mode="replicate")
+    total = torch.zeros_like(x)
+    for start, weight in enumerate(weights.tolist()):
+        total.add_(padded.narrow(axis, start, x.shape[axis]), alpha=weight)
+    return total
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,7 +103,7 @@ def correlate(x: Tensor, kernel: Tensor) -> Tensor:
     height, width = x.shape[2:]
     total = torch.zeros_like(x)
     for row, column in kernel.nonzero().tolist():
-        total += padded[:, :, row : row + height, column : column + width] * float(kernel[row, column])
+        total.add_(padded[:, :, row : row + height, column : column + width], alpha=float(kernel[row, column]))
     return total
 
 
@@ -140,7 +157,7 @@ def motion_blur(x: Tensor, radius: float, sigma: float, degrees: Sequence[float]
         padded = F.pad(x[rows], (int(left), int(right), int(up), int(down)), mode="replicate")
         total = torch.zeros_like(x[rows])
         for weight, dy, dx in zip(weights, up + path[0], left + path[1], strict=True):
-            total += padded[:, :, dy : dy + height, dx : dx + width] * float(weight)
+            total.add_(padded[:, :, dy : dy + height, dx : dx + width], alpha=float(weight))
         found[rows] = total
     return found
 
@@ -155,7 +172,6 @@ def sample(x: Tensor, down: Tensor, across: Tensor, *, edge_twice: bool) -> Tens
         places = torch.stack(((2 * across + 1) / width - 1, (2 * down + 1) / height - 1), dim=-1)
     else:
         places = torch.stack((2 * across / (width - 1) - 1, 2 * down / (height - 1) - 1), dim=-1)
-    found = F.grid_sample(
-        x.double(), places.double(), mode="bilinear", padding_mode="reflection", align_corners=not edge_twice
+    return F.grid_sample(
+        x, places.to(x.dtype), mode="bilinear", padding_mode="reflection", align_corners=not edge_twice
     )
-    return found.to(x.dtype)

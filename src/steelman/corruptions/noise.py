@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from steelman.corruptions.base import Constants, RandomCorruption, generators
+from steelman.corruptions.base import Constants, RandomCorruption, drawn, normal, uniform
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -31,7 +30,7 @@ class GaussianNoise(RandomCorruption):
     scale: Spread = None
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
-        return x + constants[0] * key.normal(index, tuple(x.shape[1:]), x.dtype)
+        return x + constants[0] * normal(key, index, tuple(x.shape[1:])).to(x.dtype)
 
 
 @settings
@@ -47,8 +46,7 @@ class ShotNoise(RandomCorruption):
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         (photons,) = constants
         rates = x.cpu().double().numpy() * photons
-        drawn = [one.poisson(rate) for one, rate in zip(generators(key, index), rates, strict=True)]
-        return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype) / photons
+        return drawn(key, index, lambda one, row: one.poisson(rates[row])).to(x.dtype) / photons
 
 
 @settings
@@ -63,7 +61,7 @@ class ImpulseNoise(RandomCorruption):
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         (share,) = constants
-        u = key.uniform(index, tuple(x.shape[1:]))
+        u = uniform(key, index, tuple(x.shape[1:]))
         return torch.where(u < share, (u < share / 2).to(x.dtype), x)
 
 
@@ -78,4 +76,4 @@ class SpeckleNoise(RandomCorruption):
     scale: Spread = None
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
-        return x + x * constants[0] * key.normal(index, tuple(x.shape[1:]), x.dtype)
+        return x + x * constants[0] * normal(key, index, tuple(x.shape[1:])).to(x.dtype)

@@ -12,7 +12,16 @@ from scipy import ndimage
 from torch import Tensor
 
 from steelman.corruptions import filters, frost
-from steelman.corruptions.base import Constants, Corruption, RandomCorruption, grey, in_colour, truncated
+from steelman.corruptions.base import (
+    Constants,
+    Corruption,
+    RandomCorruption,
+    grey,
+    in_colour,
+    normal,
+    truncated,
+    uniform,
+)
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -58,7 +67,7 @@ class Snow(RandomCorruption):
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         mean, std, zoom, threshold, radius, sigma, mix = constants
-        flakes = mean + std * key.normal(index, (1, *x.shape[2:]), x.dtype)
+        flakes = mean + std * normal(key, index, (1, *x.shape[2:])).to(x.dtype)
         flakes = filters.clipped_zoom(flakes, zoom)
         flakes = truncated(torch.where(flakes < threshold, 0, flakes).clamp(0, 1))
         degrees = 90 * key.fold("angle").uniform(index, (1,), torch.float64)[:, 0] - 135
@@ -123,7 +132,7 @@ def plasma(size: int, decay: float, index: Tensor, key: Key) -> Tensor:
     their four corners and uniform noise.
     """
     side = 1 << math.ceil(math.log2(size))
-    noise = key.uniform(index, (side, side), torch.float64) * 2 - 1  # each pixel is set once
+    noise = uniform(key, index, (side, side), np.float64) * 2 - 1  # each pixel is set once
     found = torch.zeros(len(index), side, side, dtype=torch.float64, device=index.device)
     step, spread = side, 100.0**2
     while step >= 2:
@@ -191,7 +200,7 @@ class Spatter(RandomCorruption):
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         mean, std, sigma, threshold, strength, mud = constants
-        drops = filters.gaussian_blur(mean + std * key.normal(index, (1, *x.shape[2:]), x.dtype), sigma)
+        drops = filters.gaussian_blur(mean + std * normal(key, index, (1, *x.shape[2:])).to(x.dtype), sigma)
         drops = torch.where(drops < threshold, 0, drops)
         colour = x.new_tensor(MUD if mud else WATER).view(1, 3, 1, 1) / 255
         if mud:
