@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fuzz_corruptions
+
 TINY = (
     *("model={name: mlp, width: 16}", "training.epochs=4", "training.lr=0.01", "objective.attack.steps=1"),
     *("validation.samples=20", "evaluation.samples=40", "evaluation.attacks={FGSM: fgsm}", "compute.accelerator=cpu"),
@@ -691,6 +693,9 @@ READERS: dict[str, Reader] = {
     "gzip": Reader(files("gz/*"), ("bytes",), gz),
     "stored": Reader(files("stored.safetensors"), TENSORS, stored),
     "image": Reader(files("images/*"), ("bytes",), image),
+    "corruptions.json": Reader(files("corrupted/corruptions.json"), JSON, fuzz_corruptions.claims, ALL),
+    "corruptions": Reader(files("corrupted/corruptions.safetensors"), TENSORS, fuzz_corruptions.answers),
+    "published-set": Reader(files("stored-set/*.npy"), ("bytes",), fuzz_corruptions.stored_set),
 }
 
 
@@ -820,6 +825,7 @@ def make(templates: Path) -> None:
     save_file(eight, templates / "stored.safetensors", {"steelman": '{"name": "mnist"}'})
     _published(templates)
     _pictures(templates)
+    fuzz_corruptions.make(templates)
 
 
 def _pictures(templates: Path) -> None:

@@ -14,6 +14,7 @@ import recipe_keys
 import steelman
 from steelman.attacks import ATTACKS
 from steelman.attacks.engine import Search
+from steelman.corruptions import CORRUPTIONS
 from steelman.evaluation.suites import SUITES
 from steelman.heads import HEADS
 from steelman.losses import LOSSES
@@ -151,6 +152,22 @@ def attacks_part() -> list[str]:
     return ["## All attacks", "", *attacks(ATTACKS)]
 
 
+def corruptions_part() -> list[str]:
+    """The generated part of corruptions.md: a row for each corruption, and its constants in both families."""
+    rows = ["| corruption | what it does | constants | lives in |", "|---|---|---|---|"]
+    tables = ["| corruption | CIFAR-10-C, severity 1 to 5 | ImageNet-C, severity 1 to 5 |", "|---|---|---|"]
+    for name, entry in CORRUPTIONS.items():
+        made_by = class_of(entry)
+        names = ", ".join(f"`{one}`" for one in made_by.NAMES)
+        rows.append(f"| `{name}` | {cell(paragraphs(entry)[0])} | {names} | `{home_of(entry)}` |")
+        both = (
+            "; ".join(", ".join(f"{value:.4g}" for value in row) for row in table)
+            for table in (made_by.CIFAR, made_by.IMAGENET)
+        )
+        tables.append(f"| `{name}` | {' | '.join(both)} |")
+    return ["## All corruptions", "", *rows, "", "## Constants", "", *tables]
+
+
 def recipe_part() -> list[str]:
     """The generated part of recipe.md: a table for each block of keys, then one for each registry."""
     blocks: dict[str, list[str]] = {}
@@ -186,6 +203,7 @@ def choices(kind: str, entries: dict[str, Any]) -> list[str]:
 PAGES: dict[str, Callable[[], list[str]]] = {
     "methods.md": methods_part,
     "attacks.md": attacks_part,
+    "corruptions.md": corruptions_part,
     "recipe.md": recipe_part,
 }
 

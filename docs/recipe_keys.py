@@ -97,6 +97,14 @@ WORDS = {
     "evaluation.attacks": "A label of your choice for each attack. They run besides the suite, on every test image.",
     "evaluation.samples": "Only the first that many test images. `null`: all of them.",
     "evaluation.batch_size": "Images that are attacked together.",
+    "evaluation.corruptions": "Measures the accuracy on corrupted test images. `true`, or the block below.",
+    "evaluation.corruptions.corruptions": "Their names. By default the 15 of the benchmark.",
+    "evaluation.corruptions.severities": "How severe, from 1 to 5.",
+    "evaluation.corruptions.family": "Whose constants. `auto`: `imagenet` from 64 pixels on, else `cifar`.",
+    "evaluation.corruptions.exact": "Cuts the images to 8 bits, as the published sets are.",
+    "evaluation.corruptions.frost": "A folder with pictures of frost, or `generated`.",
+    "evaluation.corruptions.seed": "The seed of the noise.",
+    "evaluation.corruptions.samples": "Only the first that many test images. `null`: all of them.",
 }
 
 

@@ -23,6 +23,7 @@ from steelman import recipe as recipes
 from steelman.attacks import ATTACKS
 from steelman.cli import listing
 from steelman.cli.listing import Kind
+from steelman.corruptions import CORRUPTIONS
 from steelman.data import AUGMENTATIONS, DATASETS
 from steelman.data.published import FETCHABLE
 from steelman.evaluation.result import Evaluation
@@ -181,6 +182,7 @@ def test_version(command: Command) -> None:
 LISTS: dict[str, Any] = {
     "attacks": ATTACKS,
     "suites": SUITES,
+    "corruptions": CORRUPTIONS,
     "objectives": OBJECTIVES,
     "models": MODELS,
     "heads": HEADS,

@@ -134,7 +134,8 @@ def print_list(kind: Kind) -> None:
     if kind in (Kind.losses, Kind.suites, Kind.activations):
         print_table((one, "what it is"), [(name, summary_of(entry)) for name, entry in entries])
         return
-    hidden = {"input_shape", "features", "num_classes", "guides"}
+    # The settings that all corruptions have would hide their constants.
+    hidden = {"input_shape", "features", "num_classes", "guides", "severity", "family", "exact"}
     print_table(
         (one, "what it is", "options"),
         [
