@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import io
@@ -11,6 +12,7 @@ import resource
 import shutil
 import struct
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from steelman.attacks import PGD
 from steelman.cli import commands
 from steelman.cli.subjects import is_folder, models_named
 from steelman.data.folder import FolderSource
-from steelman.data.formats import PARTS
+from steelman.data.formats import PARTS, read_tar
 from steelman.data.store import intact, read
 from steelman.errors import LONGEST, UserError, shown
 from steelman.evaluation.evaluate import evaluate
@@ -486,6 +488,16 @@ def test_a_root_that_cannot_be_a_path(root: str) -> None:
 def test_an_option_called_name() -> None:
     with pytest.raises(UserError, match="name: unknown option of dataset 'digits' 'name'; choices: none"):
         data.load("digits", **dict.fromkeys(["name"], "x"))
+
+
+def test_an_archive_whose_record_has_an_endless_length(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("pax")
+    header.type, record = b"x", b"9" * 30 + b" path=x\n"
+    header.size = len(record)
+    content = header.tobuf() + record.ljust(512, b"\0") + bytes(1024)
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match="damaged archive"):
+        read_tar(tmp_path / "x.tar.gz", ["test.bin"])
 
 
 def test_an_option_with_an_endless_name() -> None:

@@ -82,7 +82,10 @@ def read_tar(path: Path, files: Sequence[str]) -> dict[str, bytes]:
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has contents
                 found[name] = content.read()
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except UserError:
+        raise
+    # tarfile does not catch what its own reading of numbers and texts raises.
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, OverflowError, LookupError) as error:
         raise UserError(f"{path}: damaged archive ({shown(str(error))[1:-1]})") from None
     if missing := [name for name in files if name not in found]:
         raise UserError(f"{path}: not in the archive: {', '.join(missing)}")
