@@ -181,6 +181,7 @@ def _print(
 def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | None) -> Table:
     from steelman.corruptions.accuracy import percent
     from steelman.evaluation.result import share_of
+    from steelman.report.corruptions import error_texts
 
     first = found[0]
     frost = f" Frost: {first.frost}." if first.frost else ""
@@ -202,7 +203,7 @@ def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | N
         cells = [share_of(int(one.clean.sum()), len(one.clean))]
         cells += [percent(mean) for mean in (*one.kinds().values(), one.mean)]
         if baseline is not None:
-            cells += [f"{one.mce(baseline):.1f}%", f"{one.mce(baseline, relative=True):.1f}%"]
+            cells += error_texts(one, baseline)
         table.add_row(Text(one.model), *map(Text, cells))
     return table
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,11 +123,16 @@ def _means(one: CorruptionAccuracy) -> dict[str, Score | Shown]:
     return {"clean": clean, **kinds, "mCA" if one.standard else "mean": Shown.of(one.mean)}
 
 
-def _errors(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | None) -> list[tuple[str, float, float]]:
+def _errors(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | None) -> list[tuple[str, str, str]]:
     """(model, mCE, relative mCE) of each model."""
-    if baseline is None:
-        return []
-    return [(one.model, one.mce(baseline), one.mce(baseline, relative=True)) for one in found]
+    return [] if baseline is None else [(one.model, *error_texts(one, baseline)) for one in found]
+
+
+def error_texts(one: CorruptionAccuracy, baseline: CorruptionAccuracy) -> tuple[str, str]:
+    """The mCE and the relative mCE as texts."""
+    values = (one.mce(baseline), one.mce(baseline, relative=True))
+    plain, relative = (f"{value:.1f}%" if math.isfinite(value) else "not defined" for value in values)
+    return plain, relative
 
 
 def _lead(found: Sequence[CorruptionAccuracy]) -> str:
