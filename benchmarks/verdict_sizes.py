@@ -35,7 +35,7 @@ PAGE = (
     "",
     "The model is MNIST's, published with TRADES, linf eps 0.3. The images are the first ones of the test set. All ran",
     "on one thread, seed 0, in batches of 250. AutoAttack is torchattacks' port with AutoAttack's own budgets. The",
-    "machine did other work too, more of it during AutoAttack's first 100 images. Read the ratios roughly.",
+    "machine did other work too. Read the ratios roughly.",
     "",
 )
 

@@ -332,7 +332,8 @@ def test_an_image_keeps_its_noise_in_any_batch(name: str, size: int, channels: i
     assert torch.equal(x, before)
     exact = corruption(name, severity, exact=True)(x, index=index) * 255
     assert (exact - exact.round()).abs().max() < 1e-4
-    assert -2e-3 < (found * 255 - exact).min() <= (found * 255 - exact).max() < 1.001
+    low, high = (-0.501, 0.501) if name == "motion-blur" else (-2e-3, 1.001)  # ImageMagick rounds, all others cut
+    assert low < (found * 255 - exact).min() <= (found * 255 - exact).max() < high
     assert global_states() == state
 
 

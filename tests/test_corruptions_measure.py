@@ -467,6 +467,29 @@ def test_a_published_set_stands_beside_the_generated_images(tmp_path: Path) -> N
     assert len(alone.skipped) == 5
 
 
+def test_the_command_prints_generated_against_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    x = (torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 255).round()
+    pixels, labels = x.byte().numpy(), np.arange(8) % 10
+    for part in ("train", "test"):
+        np.save(tmp_path / f"{part}_images.npy", pixels)
+        np.save(tmp_path / f"{part}_labels.npy", np.concatenate((labels[:-1], [9])))
+    np.save(tmp_path / "contrast.npy", np.tile(pixels.transpose(0, 2, 3, 1), (5, 1, 1, 1)))
+    np.save(tmp_path / "labels.npy", np.tile(np.concatenate((labels[:-1], [9])), 5).astype(np.uint8))
+    (tmp_path / "net_of_tests.py").write_text(
+        "import torch\n\ndef make():\n    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10)).eval()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["corruptions", "m=net_of_tests:make", "--data", "arrays", "--root", str(tmp_path), "--corruption"]
+    done = CliRunner().invoke(app, [*words, "contrast", "--official", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "generated images, CIFAR-10-C, and the difference in points" in done.output
+    assert (tmp_path / "out" / "official" / NAME).is_file()
+    assert "m beside CIFAR-10-C" in (tmp_path / "out" / "comparison.html").read_text()
+
+
 # Bad input.
 
 

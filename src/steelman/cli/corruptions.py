@@ -174,8 +174,9 @@ def _print(
     for at, one in enumerate(found):
         for other in found[at + 1 :]:
             console.print(Text(one.against(other).text), soft_wrap=True)
-    for name, other in official.items():
-        console.print(Text(f"{name} on {other.source}: {other}"), soft_wrap=True)
+    for one in found:
+        if one.model in official:
+            console.print(_against_official(one, official[one.model]))
 
 
 def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | None) -> Table:
@@ -205,6 +206,26 @@ def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | N
         if baseline is not None:
             cells += error_texts(one, baseline)
         table.add_row(Text(one.model), *map(Text, cells))
+    return table
+
+
+def _against_official(one: CorruptionAccuracy, other: CorruptionAccuracy) -> Table:
+    """A cell for each corruption and severity of a published set: generated, published, and the difference."""
+    from steelman.corruptions.accuracy import percent
+
+    caption = f"{one.model}: generated images, {other.source}, and the difference in points."
+    table = Table(box=box.SIMPLE_HEAD, caption=Text(caption), caption_justify="left")
+    table.add_column("corruption")
+    for severity in other.severities:
+        table.add_column(str(severity), justify="right")
+    for name in other.corruptions:
+        pairs = [
+            (100 * one.accuracy(name, severity), 100 * other.accuracy(name, severity)) for severity in other.severities
+        ]
+        table.add_row(name, *(f"{ours:.1f} {theirs:.1f} {ours - theirs:+.1f}" for ours, theirs in pairs))
+    ours, theirs = one.over(other.corruptions, other.severities), other.over(other.corruptions)
+    table.add_section()
+    table.add_row("mean", Text(percent(ours)), Text(percent(theirs)))
     return table
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from steelman.errors import UserError, shown
 from steelman.rng import Key
-from steelman.settings import SettingsError, settings
+from steelman.settings import SettingsError, at_most, settings
 
-Severity = Annotated[int, Field(ge=1, le=5)]
+Severity = Annotated[int, at_most(5), Field(ge=1)]
 Family = Literal["auto", "cifar", "imagenet"]
 Constants = tuple[float, ...]
 
 SMALLEST = 28  # pixels along a side: below it, the kernels of some corruptions are larger than the image
 LARGE = 64  # pixels along the shorter side from which "auto" means the constants of ImageNet-C
 BLOCK = 1 << 16  # values that are corrupted together: they stay in the processor's cache
-SLACK = 1e-3  # of a grey level: a value that is a whole level must not lose it to a rounding
+SLACK = 1e-4  # of a grey level: a value that is a whole level must not lose it to a rounding
 GREY = (0.299, 0.587, 0.114)  # the weights of red, green and blue in a grey image
 
 
@@ -76,7 +76,8 @@ class Corruption:
         """The corrupted images. `index` has a number for each image, and defaults to 0, 1, 2 and so on."""
         check_images(x)
         index = torch.arange(len(x)) if index is None else index
-        if index.shape != (len(x),) or index.is_floating_point():
+        whole = isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool
+        if not whole or index.shape != (len(x),):
             raise UserError(f"index: expected a whole number for each of {len(x)} images, got {_shape(index)}")
         if not len(x):
             return x.clone()

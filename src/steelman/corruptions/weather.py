@@ -206,17 +206,17 @@ class Spatter(RandomCorruption):
         if mud:
             cover = filters.gaussian_blur((drops > threshold).to(x.dtype), strength)
             cover = torch.where(cover < 0.8, 0, cover)
-            return in_colour(x, lambda image: image * (1 - cover) + cover * colour)
+            return in_colour(x, lambda image: (image * (1 - cover) + cover * colour).clamp(0, 1))
         layers = truncated(drops.clamp(0, 1)).mul(255).round()[:, 0].cpu().numpy().astype(np.uint8)
         shine = torch.from_numpy(np.stack([_water(layer) for layer in layers]))[:, None].to(x.device, x.dtype)
-        return in_colour(x, lambda image: image + strength * shine * colour)
+        return in_colour(x, lambda image: (image + strength * shine * colour).clamp(0, 1))
 
 
 def _water(layer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """How bright the water is at each pixel, at most 1: dark near the edges of a drop, with light from one side."""
     dry = ~_edges(layer)
     far = np.minimum(ndimage.distance_transform_edt(dry), 20) if not dry.all() else np.full(layer.shape, 20.0)
-    far = ndimage.uniform_filter(far, 3, mode="mirror").round().astype(np.uint8)
+    far = (ndimage.uniform_filter(far, 3, mode="mirror") + 1e-6).astype(np.uint8)  # a whole mean must stay whole
     light = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], dtype=np.float64)
     far = ndimage.correlate(_equalised(far).astype(np.float64), light, mode="mirror").clip(0, 255)
     wet = layer * ndimage.uniform_filter(far, 3, mode="mirror").round()
@@ -256,7 +256,9 @@ def _edges(layer: np.ndarray[Any, Any], low: float = 50, high: float = 150) -> n
     ]
     ridge = np.zeros(slope.shape, dtype=bool)
     for where, one, other in pairs:
-        ridge |= where & (slope > beside(*one)) & (slope >= beside(*other))
+        # On a diagonal, the released code's library lets no tie through.
+        after = slope > beside(*other) if 0 not in one else slope >= beside(*other)
+        ridge |= where & (slope > beside(*one)) & after
     weak = ridge & (slope > low)
     regions, count = ndimage.label(weak, structure=np.ones((3, 3)))
     kept: np.ndarray[Any, Any] = np.zeros(count + 1, dtype=bool)
