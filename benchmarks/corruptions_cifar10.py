@@ -95,6 +95,8 @@ def text(found: Mapping[str, CorruptionAccuracy]) -> str:
         "",
         "## Differences on the same images",
         "",
+        "They hold for these three models. Whether they hold for the methods, other seeds of the training would show.",
+        "",
         *(f"- {difference.text}." for difference in page.differences(list(found.values()))),
         "",
         f"Versions: {', '.join(f'{name} {value}' for name, value in one.versions.items())}.",

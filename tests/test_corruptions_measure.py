@@ -31,6 +31,7 @@ from steelman.corruptions.official import open_official
 from steelman.corruptions.plan import CorruptionsSpec, Plan
 from steelman.corruptions.record import ANSWERS, NAME, read_record
 from steelman.data.source import ArraySource
+from steelman.evaluation.result import interval
 from steelman.evidence.bundle import DamagedError, seal_of
 from steelman.recipe import parse
 from steelman.report import corruptions as page
@@ -64,6 +65,7 @@ def invented(right: Tensor, clean: Tensor | None = None, model: str = "m") -> Co
         clean=torch.ones(right.shape[1], dtype=torch.bool) if clean is None else clean,
         right=right,
         images=("0",) * 75,
+        digest="0",
         frost="generated",
         versions={},
     )
@@ -88,15 +90,31 @@ def test_the_interval_is_over_samples_not_over_answers() -> None:
     """75 equal answers to each of 40 images are 40 observations. As 3,000 they would have a far smaller interval."""
     once = torch.rand(1, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     found = invented(once.expand(75, -1)).mca
-    share = float(once.double().mean())
-    error = math.sqrt(share * (1 - share) / 39)
-    assert found.high - found.value == pytest.approx(2.0227 * error, rel=1e-4)
+    assert (found.low, found.high) == pytest.approx(interval(int(once.sum()), 40))
 
 
-def test_an_interval_covers_the_mean_in_about_95_of_100_draws() -> None:
-    draws = torch.rand(500, 60, generator=torch.Generator().manual_seed(3))
-    held = sum(mean.low <= 0.5 <= mean.high for mean in map(Mean.of, draws))
-    assert 460 <= held <= 490
+@pytest.mark.parametrize(
+    ("draw", "mean"),
+    [
+        (lambda one: torch.rand(60, generator=one), 0.5),
+        (lambda one: (torch.rand(100, generator=one) < 0.99).double(), 0.99),
+        (lambda one: (torch.rand(100, generator=one) < 0.05).double(), 0.05),
+        (lambda one: (torch.rand(10, 200, generator=one) < 0.9).double().mean(dim=0), 0.9),
+    ],
+)
+def test_an_interval_covers_the_mean_in_95_of_100_draws(draw: Callable[[torch.Generator], Tensor], mean: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    found = [Mean.of(draw(generator)) for _ in range(600)]
+    held = sum(one.low <= mean <= one.high for one in found)
+    assert held >= 0.93 * 600
+    assert all(0 <= one.low <= one.value <= one.high <= 1 for one in found)
+
+
+def test_a_mean_without_a_spread_is_not_certain() -> None:
+    assert (Mean.of(torch.ones(12)).low, Mean.of(torch.ones(12)).high) == pytest.approx(interval(12, 12))
+    assert Mean.of(torch.full((12,), 0.5)).low < 0.3
+    few = invented(torch.ones(75, 2, dtype=torch.bool)).against(invented(torch.zeros(75, 2, dtype=torch.bool)))
+    assert few.text.startswith("these samples do not settle")
 
 
 def test_errors_against_a_baseline() -> None:
@@ -111,6 +129,11 @@ def test_errors_against_a_baseline() -> None:
     base[5:10, 0] = False
     assert one.mce(other) == pytest.approx((14 * 50 + 200) / 15)
     assert invented(ours).mce(invented(torch.ones(75, 10, dtype=torch.bool))) == math.inf
+    # Errors of one more and of one fewer than the clean ones add up to nothing, not to a rounding.
+    odd = torch.ones(75, 10, dtype=torch.bool)
+    odd[:, :2] = False
+    odd[0::5, 2], odd[1::5, 1] = False, True
+    assert invented(ours).mce(invented(odd, torch.arange(10) >= 2), relative=True) == math.inf
 
 
 def test_two_models_are_compared_on_the_same_images() -> None:
@@ -129,7 +152,8 @@ def test_two_models_are_compared_on_the_same_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("source", "CIFAR-10-C"), ("images", ("1",) * 75), ("severities", (1, 2, 3, 4))]
+    ("field", "value"),
+    [("source", "CIFAR-10-C"), ("images", ("1",) * 75), ("severities", (1, 2, 3, 4)), ("digest", "1")],
 )
 def test_other_images_are_not_compared(field: str, value: object) -> None:
     one = invented(torch.ones(75, 4, dtype=torch.bool))
@@ -181,6 +205,28 @@ def test_the_same_call_gives_the_same_bytes_and_another_call_is_refused(tmp_path
     assert torch.equal(again.right, read_record(tmp_path / "b").accuracy.right)
     with pytest.raises(UserError, match=r"holds another measurement \(seed was 0, is 1"):
         evaluate_corruptions(a_model(), data, corruptions=NAMES, seed=1, out=tmp_path / "a")
+
+
+def test_answers_to_other_data_are_not_taken(tmp_path: Path) -> None:
+    data = the_data()
+    x, y = data.images(torch.arange(12)), data.labels
+    evaluate_corruptions(a_model(), (x, y), corruptions=NAMES, out=tmp_path / "a")
+    for other in ((1 - x, y), (x, (y + 1) % 3)):
+        with pytest.raises(UserError, match="holds another measurement"):
+            evaluate_corruptions(a_model(), other, corruptions=NAMES, out=tmp_path / "a")
+
+
+def test_a_kill_after_the_evidence_was_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("steelman.evidence.ledger.Work.close", killed)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_corruptions(a_model(), the_data(), corruptions=NAMES, out=tmp_path / "a")
+    assert (tmp_path / "a" / "work").exists()
+    evaluate_corruptions(a_model(), the_data(), corruptions=NAMES, out=tmp_path / "a")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {NAME, ANSWERS}
 
 
 def test_an_interrupted_measurement_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +349,7 @@ def _seed(record: dict[str, Any], _: dict[str, Tensor]) -> None:
         (_right, "gaussian-noise 5: .* answers are not those of the model, the first for sample"),
         (_images, "gaussian-noise 5: the claimed accuracy is 100.0%, and here it is"),
         (_constants, "the constants of the corruptions are not those of their severities"),
-        (_labels, "the labels of the clean images are not those of the data"),
+        (_labels, "expected the labels of the clean images for images that are made from them"),
         (_seed, "the claimed accuracy|answers are not those|come out otherwise"),
     ],
 )
@@ -322,6 +368,30 @@ def test_a_changed_claim_is_refused(
     (tmp_path / NAME).write_text(json.dumps(record, indent=1))
     with pytest.raises(DamagedError, match=expected):
         verify_corruptions(tmp_path, model=a_model(), source=the_data())
+
+
+def test_a_model_whose_classes_nearly_tie_does_not_pass_any_answer(tmp_path: Path) -> None:
+    class Ties(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = a_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((1e-4 * self.net(x) + 1, torch.full((len(x), 1), -5.0)), dim=1)
+
+    source = ArraySource(the_data().images(torch.arange(12)), the_data().labels, ["a", "b", "c", "d"])
+    model = Ties().eval()
+    evaluate_corruptions(model, source, corruptions=["contrast"], out=tmp_path / "e")
+    record = json.loads((tmp_path / "e" / NAME).read_text())
+    tensors = {name: value.clone() for name, value in load_file(tmp_path / "e" / ANSWERS).items()}
+    tensors["guess"][:] = tensors["label"]
+    record["cells"]["contrast"] = [12] * 5
+    save_file(tensors, tmp_path / "e" / ANSWERS)
+    record["files"][ANSWERS] = hashlib.sha256((tmp_path / "e" / ANSWERS).read_bytes()).hexdigest()
+    record["seal"] = seal_of(record)
+    (tmp_path / "e" / NAME).write_text(json.dumps(record, indent=1))
+    with pytest.raises(DamagedError, match="answers are not those of the model"):
+        verify_corruptions(tmp_path / "e", model=model, source=source)
 
 
 def test_other_weights_data_page_and_seal_are_refused(evidence: Path, tmp_path: Path) -> None:
@@ -355,6 +425,13 @@ def test_other_weights_data_page_and_seal_are_refused(evidence: Path, tmp_path: 
         ("classes", []),
         ("more", 1),
         ("seed", "x"),
+        ("total", 6),
+        ("total", 1),
+        ("source", "My-Great-Set"),
+        ("source", "CIFAR-10-C"),
+        ("versions", {"steelman": "\x1b[2J"}),
+        ("versions", {"a\nb": "1"}),
+        ("settings", {"family": "zz", "exact": True, "constants": {}}),
     ],
 )
 def test_damaged_evidence_is_one_sentence(key: str, value: object, evidence: Path, tmp_path: Path) -> None:
@@ -387,7 +464,7 @@ def test_a_page_of_several_models_compares_them() -> None:
     data = the_data()
     found = measure({"one": a_model(), "two": a_model(1)}, data, Plan(corruptions=NAMES))
     text = page.render(list(found.values()), baseline=found["two"], beside=[(0, page.beside_official(found["two"]))])
-    for part in ("one minus two is", "relative mCE", "Errors against two", "one beside generated"):
+    for part in ("one minus two is", "relative error ratio", "Errors against two", "one beside generated"):
         assert part in text
 
 
@@ -438,7 +515,8 @@ def test_the_command_measures_and_goes_on(run: Path, tmp_path: Path, monkeypatch
     more = [*command, f"two={run}", "--baseline", "one", "--out", "both", "--published", "PGD-AT+HE"]
     done = CliRunner().invoke(app, more)
     assert done.exit_code == 0, done.output
-    assert "relative mCE" in done.output
+    assert "relative error ratio" in done.output
+    assert "mCE" not in done.output
     assert (tmp_path / "both" / "two" / NAME).is_file()
     assert "another model on other images" in (tmp_path / "both" / "report.html").read_text()
 
@@ -507,6 +585,7 @@ def test_the_command_prints_generated_against_published(tmp_path: Path, monkeypa
         ({"seed": 0.5}, "seed"),
         ({"batch_size": 0}, "batch_size"),
         ({"name": 3}, "name"),
+        ({"name": "a\nb"}, "expected a name of at most .* printable characters"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
@@ -526,6 +605,40 @@ def test_wrong_data_and_models() -> None:
         evaluate_corruptions(nn.Sequential(Noise(), a_model()), the_data())
 
 
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_no_mode_of_torch_changes_a_corruption(name: str) -> None:
+    x = torch.rand(3, 3, 32, 32)
+    corrupt = CORRUPTIONS[name](severity=4)
+    plain = corrupt(x)
+    with torch.inference_mode():
+        assert torch.equal(corrupt(x.clone()), plain)
+    asked = corrupt(x.clone().requires_grad_())
+    assert torch.equal(asked, plain)
+    assert not asked.requires_grad
+
+
+def test_wrong_keys_and_indices() -> None:
+    corrupt, x = CORRUPTIONS["fog"](), torch.rand(2, 1, 28, 28)
+    wrong: list[dict[str, Any]] = [
+        {"key": 3},
+        {"index": [0, 1]},
+        {"index": torch.ones(2) > 0},
+        {"index": torch.ones(3)},
+    ]
+    for options in wrong:
+        with pytest.raises(UserError, match=f"{next(iter(options))}: expected"):
+            corrupt(x, **options)
+    with pytest.raises(UserError, match="severity"):
+        CORRUPTIONS["fog"](severity=True)
+
+
+def test_models_whose_folders_would_be_the_same(run: Path, tmp_path: Path) -> None:
+    words = ["corruptions", f"a/b={run}", f"a-b={run}", "--samples", "4", "--out", str(tmp_path / "o")]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UserError)
+    assert "would have the same folder, a-b; rename one" in str(done.exception)
+
+
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
@@ -536,7 +649,7 @@ class Noise(nn.Module):
     [
         ({"severities": [9]}, "evaluation.corruptions.severities: expected numbers from 1 to 5, got 9"),
         ({"what": 1}, "unknown key 'what'"),
-        (3, "evaluation.corruptions"),
+        (3, "evaluation.corruptions: expected true, false or a block of settings, got 3"),
     ],
 )
 def test_a_wrong_block_in_a_recipe(value: object, expected: str) -> None:

@@ -307,6 +307,15 @@ def test_the_first_photographs_and_workers(imagenet: Path) -> None:
     assert torch.equal(here, FolderSource(imagenet / "snow" / "2", resize=224).images(torch.arange(3)))
 
 
+def test_photographs_are_those_of_the_clean_folder(imagenet: Path) -> None:
+    clean = FolderSource(imagenet / "snow" / "1", size=224, resize=224)
+    assert len(open_official(imagenet, clean).cell("snow", 2)) == 4
+    place = imagenet / "snow" / "2" / WNIDS[1]
+    (place / "val_0.JPEG").rename(place / "val_9.JPEG")
+    with pytest.raises(UserError, match="expected image 2 to be 'val_0', as in the clean set, got 'val_1'"):
+        open_official(imagenet, first(clean, 4)).cell("snow", 2)
+
+
 def test_folders_that_are_not_of_the_clean_set(imagenet: Path) -> None:
     refused(imagenet, clean_photographs(("n01", "n02", "n03")), "expected 3 class folders", "got 2")
     refused(imagenet, clean_photographs(("n01", "n09")), "class names of the clean set, such as 'n09', got 'n02'")

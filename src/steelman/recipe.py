@@ -156,7 +156,11 @@ def _suite(value: object) -> object:
 def _corruptions(value: object) -> object:
     if isinstance(value, bool):
         return CorruptionsSpec() if value else None
-    return _validated(CorruptionsSpec, value) if isinstance(value, Mapping) else value
+    if value is None or isinstance(value, CorruptionsSpec):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"expected true, false or a block of settings, got {shown(value)}")
+    return _validated(CorruptionsSpec, value)
 
 
 @settings

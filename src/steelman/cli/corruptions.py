@@ -77,7 +77,7 @@ def corruptions(
     from steelman.cli.measure import dataset_of
     from steelman.cli.subjects import model_at, models_named
     from steelman.corruptions import SEVERITIES, STANDARD
-    from steelman.corruptions.measure import claims_of, measure
+    from steelman.corruptions.measure import claims_of, digest_of, measure
     from steelman.corruptions.official import open_official
     from steelman.corruptions.plan import Plan
     from steelman.corruptions.published import published_row
@@ -102,9 +102,12 @@ def corruptions(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nets = {name: model.to(device) for name, (model, _) in loaded.items()}
     stored = None if official is None else open_official(official, source)
-    claims = {name: claims_of(name, model, source, plan, None) for name, model in nets.items()}
-    place = out or _default(claims)
-    homes = {name: place / _folder(name) if len(nets) > 1 else place for name in nets}
+    if stored is not None and not set(plan.corruptions) & set(stored.corruptions):
+        there = ", ".join(stored.corruptions)
+        raise UserError(f"--official: {stored.name} there has none of the asked corruptions, only {there}")
+    digest = digest_of(source)
+    place = out or _default({name: claims_of(name, model, source, plan, None, digest) for name, model in nets.items()})
+    homes = _homes(place, list(nets))
     try:
         with showing(console, notes=True):
             found = measure(nets, source, plan, places=homes, batch_size=batch_size)
@@ -113,7 +116,9 @@ def corruptions(
                 within = {name: home / "official" for name, home in homes.items()}
                 others = measure(nets, source, plan, official=stored, places=within, batch_size=batch_size)
     except KeyboardInterrupt:
-        console.print(f"the finished part is kept in {place}; the same command goes on from there", soft_wrap=True)
+        console.print(
+            Text(f"the finished part is kept in {place}; the same command goes on from there"), soft_wrap=True
+        )
         raise
     shown = [found[name] for name in places]
     against = found[next(iter(base))] if base else None
@@ -124,9 +129,9 @@ def corruptions(
     beside += [(at, page.beside_official(others[one.model])) for at, one in enumerate(shown) if one.model in others]
     whole = place / ("report.html" if len(nets) > 1 or not (beside or against) else "comparison.html")
     page.write(whole, shown, baseline=against, beside=beside)
-    console.print(f"report: {whole}", highlight=False, soft_wrap=True)
-    for home in homes.values():
-        console.print(f"evidence: {home}, seal {_seal(home)}", highlight=False, soft_wrap=True)
+    console.print(Text(f"report: {whole}"), soft_wrap=True)
+    for home in (*homes.values(), *(home / "official" for home in homes.values() if others)):
+        console.print(Text(f"evidence: {home}, seal {_seal(home)}"), soft_wrap=True)
 
 
 def _baseline(text: str | None, places: Mapping[str, str]) -> dict[str, str]:
@@ -142,6 +147,19 @@ def _baseline(text: str | None, places: Mapping[str, str]) -> dict[str, str]:
     if name in places and Path(places[name]).resolve() != Path(place).resolve():
         raise UserError(f"--baseline: a model has the name {name!r} already; rename it, as in NAME={place}")
     return found
+
+
+def _homes(place: Path, names: Sequence[str]) -> dict[str, Path]:
+    """A folder for each model: the given one for a single model, else one inside it."""
+    if len(names) == 1:
+        return {names[0]: place}
+    if (place / "corruptions.json").exists():
+        raise UserError(f"--out: {place} holds the evidence of a single model; choose another folder")
+    homes = {name: place / _folder(name) for name in names}
+    for name, home in homes.items():
+        if twin := next((other for other in names if other != name and homes[other] == home), None):
+            raise UserError(f"the models {name!r} and {twin!r} would have the same folder, {home.name}; rename one")
+    return homes
 
 
 def _folder(name: str) -> str:
@@ -182,7 +200,7 @@ def _print(
 def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | None) -> Table:
     from steelman.corruptions.accuracy import percent
     from steelman.evaluation.result import share_of
-    from steelman.report.corruptions import error_texts
+    from steelman.report.corruptions import error_names, error_texts
 
     first = found[0]
     frost = f" Frost: {first.frost}." if first.frost else ""
@@ -196,7 +214,7 @@ def _means(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | N
         "clean",
         *first.kinds(),
         "mCA" if first.standard else "mean",
-        *(["mCE", "relative mCE"] if baseline else []),
+        *(error_names(first) if baseline else ()),
     ]
     for name in names:
         table.add_column(name, justify="right")
@@ -224,8 +242,8 @@ def _against_official(one: CorruptionAccuracy, other: CorruptionAccuracy) -> Tab
         ]
         table.add_row(name, *(f"{ours:.1f} {theirs:.1f} {ours - theirs:+.1f}" for ours, theirs in pairs))
     ours, theirs = one.over(other.corruptions, other.severities), other.over(other.corruptions)
-    table.add_section()
-    table.add_row("mean", Text(percent(ours)), Text(percent(theirs)))
+    means = f"Means over these cells: {percent(ours)} generated, {percent(theirs)} {other.source}."
+    table.caption = Text(f"{caption}\n{means}")
     return table
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from scipy.stats import t as student
+from scipy.special import betaincinv
 from torch import Tensor
 
 from steelman.corruptions import KINDS, SEVERITIES, STANDARD
-from steelman.errors import UserError, unknown
+from steelman.errors import UserError, shown, unknown
 from steelman.evaluation.result import interval
 from steelman.evidence.compare import holm, mcnemar
 
@@ -21,7 +21,7 @@ LEVEL = 0.05  # below this corrected p, two models differ
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A mean over samples, with its 95% interval by Student's t."""
+    """A mean over samples, with its 95% interval."""
 
     value: float
     low: float
@@ -29,15 +29,30 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor) -> Mean:
-        """The mean of one value for each sample.
+        """The mean of one value from 0 to 1 for each sample.
 
-        >>> Mean.of(torch.tensor([0.0, 1.0, 1.0, 1.0])).value
-        0.75
+        The interval is Clopper-Pearson's for as many answers of 0 or 1 as would have this mean's variance (Korn and
+        Graubard, 1998). Student's interval would be far too short near 0 and 1.
+
+        >>> found = Mean.of(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+        >>> found.value, round(found.low, 3), round(found.high, 3)
+        (0.75, 0.194, 0.994)
         """
-        values = values.double()
-        mean, count = float(values.mean()), len(values)
-        half = float(student.ppf(0.975, count - 1) * values.std() / math.sqrt(count)) if count > 1 else math.inf
-        return cls(mean, mean - half, mean + half)
+        values, count = values.double(), len(values)
+        mean = float(values.mean())
+        spread = float(values.var(correction=0)) if count > 1 else 0.0
+        # Without any spread, nothing is known of the variance. Then each sample counts as one answer.
+        answers = count * mean * (1 - mean) / spread if spread > 1e-12 else float(count)
+        right = answers * mean
+        low = float(betaincinv(right, answers - right + 1, 0.025)) if mean > 0 else 0.0
+        high = float(betaincinv(right + 1, answers - right, 0.975)) if mean < 1 else 1.0
+        return cls(mean, low, high)
+
+    @classmethod
+    def of_differences(cls, values: Tensor) -> Mean:
+        """The mean of one difference from -1 to 1 for each sample."""
+        found = cls.of((values.double() + 1) / 2)
+        return cls(*(2 * value - 1 for value in (found.value, found.low, found.high)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +61,8 @@ class CorruptionAccuracy:
 
     `source` is "generated", or the name of a published set. `right` has a row for each corruption and severity, in the
     order of `cells`, and a column for each sample. `clean` has the same without a corruption. `settings` are those of
-    the corruptions. `images` has a checksum of the images of each row. `frost` says which pictures of frost were used.
+    the corruptions. `images` has a checksum of the images of each row, and `digest` is that of the clean data. `frost`
+    says which pictures of frost were used.
     """
 
     model: str
@@ -59,6 +75,7 @@ class CorruptionAccuracy:
     clean: Tensor
     right: Tensor
     images: tuple[str, ...]
+    digest: str
     frost: str
     versions: dict[str, str]
 
@@ -129,28 +146,33 @@ class CorruptionAccuracy:
         """The mean corruption error against a baseline, in percent (Hendrycks and Dietterich, 2019).
 
         It is the mean over corruptions of E / E_baseline, with the errors summed over severities. `relative` takes the
-        clean error away from each error. Infinite if a baseline's sum is 0.
+        clean error away from each error. Infinite if a baseline's sum is not above 0. Only with all 75 cells is it the
+        benchmark's mCE.
         """
         self.check_like(baseline)
 
-        def summed(one: CorruptionAccuracy, name: str) -> float:
-            clean = 1 - float(one.clean.double().mean()) if relative else 0.0
-            return sum(1 - one.accuracy(name, severity) - clean for severity in one.severities)
+        def summed(one: CorruptionAccuracy, name: str) -> int:
+            # In whole numbers: sums of rounded shares would not be 0 where they should.
+            clean = len(one.clean) - int(one.clean.sum()) if relative else 0
+            wrong = (one.total - one.correct(name, severity) for severity in one.severities)
+            return sum(count * len(one.clean) - clean * one.total for count in wrong)
 
         ratios = []
         for name in self.measured:
             ours, theirs = summed(self, name), summed(baseline, name)
-            ratios.append(ours / theirs if theirs else math.inf)
+            ratios.append(ours / theirs if theirs > 0 else math.inf)
         return 100 * sum(ratios) / len(ratios)
 
     def check_like(self, other: CorruptionAccuracy) -> None:
         """Refuse a comparison of accuracies on other images."""
-        for what in ("source", "corruptions", "severities", "total", "images"):
+        if not isinstance(other, CorruptionAccuracy):
+            raise UserError(f"expected the accuracy of another model on corrupted images, got {shown(other)}")
+        for what in ("source", "corruptions", "severities", "total", "digest", "images"):
             ours, theirs = getattr(self, what), getattr(other, what)
             if ours != theirs:
-                shown = f"{ours} and {theirs}" if what in ("source", "total") else "they differ"
+                said = f"{ours} and {theirs}" if what in ("source", "total") else "they differ"
                 raise UserError(
-                    f"{self.model} and {other.model}: expected accuracies on the same images; {what}: {shown}"
+                    f"{self.model} and {other.model}: expected accuracies on the same images; {what}: {said}"
                 )
 
     def against(self, other: CorruptionAccuracy) -> Difference:
@@ -161,7 +183,7 @@ class CorruptionAccuracy:
             torch.stack([one.row(name, severity) for name in names for severity in self.severities])
             for one in (self, other)
         )
-        apart = Mean.of(ours.double().mean(dim=0) - theirs.double().mean(dim=0))
+        apart = Mean.of_differences(ours.double().mean(dim=0) - theirs.double().mean(dim=0))
         tests = [(int((mine & ~its).sum()), int((its & ~mine).sum())) for mine, its in zip(ours, theirs, strict=True)]
         corrected = holm([mcnemar(*counts) for counts in tests])
         cells = [(name, severity) for name in names for severity in self.severities]

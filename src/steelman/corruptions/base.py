@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,8 +23,9 @@ Constants = tuple[float, ...]
 
 SMALLEST = 28  # pixels along a side: below it, the kernels of some corruptions are larger than the image
 LARGE = 64  # pixels along the shorter side from which "auto" means the constants of ImageNet-C
-BLOCK = 1 << 16  # values that are corrupted together: they stay in the processor's cache
+BLOCK = 1 << 19  # values that are corrupted together: they stay in the processor's cache
 SLACK = 1e-4  # of a grey level: a value that is a whole level must not lose it to a rounding
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 GREY = (0.299, 0.587, 0.114)  # the weights of red, green and blue in a grey image
 
 
@@ -34,7 +36,7 @@ class Corruption:
     Arguments:
         severity: 1 to 5. Each severity has its constants, in `CIFAR` and in `IMAGENET`.
         family: whose constants. "auto" means "cifar" for images below 64 pixels, and "imagenet" from 64 pixels on. The
-            constants of the two families differ by a factor of two to four.
+            constants of the two families differ by a factor of two and more.
         exact: cut the result to whole grey levels of 8 bits, as the images of the published sets are.
 
     Each corruption has further settings, which are constants. They replace those of the severity, all together.
@@ -73,17 +75,22 @@ class Corruption:
         return (self.CIFAR if self.family_for(height, width) == "cifar" else self.IMAGENET)[self.severity - 1]
 
     def __call__(self, x: Tensor, *, index: Tensor | None = None, key: Key = Key(0)) -> Tensor:  # noqa: B008 - a Key is frozen
-        """The corrupted images. `index` has a number for each image, and defaults to 0, 1, 2 and so on."""
+        """The corrupted images, without a gradient. `index` has a number for each image, by default 0, 1, 2 ..."""
         check_images(x)
         index = torch.arange(len(x)) if index is None else index
-        whole = isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool
+        if not isinstance(key, Key):
+            raise UserError(f"key: expected a steelman.Key, such as Key(0), got {shown(key)}")
+        whole = isinstance(index, Tensor) and index.dtype in WHOLE
         if not whole or index.shape != (len(x),):
             raise UserError(f"index: expected a whole number for each of {len(x)} images, got {_shape(index)}")
         if not len(x):
             return x.clone()
         constants = self.constants(*x.shape[2:])
         key = key.fold("corruption", type(self).__name__, self.severity)
-        found, index, rows = torch.empty_like(x), index.to(x.device), max(BLOCK // x[0].numel(), 1)
+        # Corrupted images have no gradient. Without this, threads would write into one graph.
+        with torch.inference_mode(False):
+            x = x.clone() if x.is_inference() else x.detach()
+            found, index, rows = torch.empty_like(x), index.to(x.device), max(BLOCK // x[0].numel(), 1)
         kind = torch.promote_types(x.dtype, torch.float32)
 
         def corrupt(start: int) -> None:
@@ -93,7 +100,8 @@ class Corruption:
             made = self._apply(part, constants, index[at], key).clamp(0, 1)
             found[at] = truncated(made) if self.exact else made
 
-        on_threads(corrupt, range(0, len(x), rows), x.device)
+        with torch.inference_mode(False):
+            on_threads(corrupt, range(0, len(x), rows), x.device)
         return found
 
     def corrupt(self, x: Tensor, constants: Constants) -> Tensor:
@@ -196,8 +204,13 @@ def drawn(key: Key, index: Tensor, draw: Callable[[np.random.Generator, int], An
 
 
 def normal(key: Key, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal noise for each sample."""
-    return drawn(key, index, lambda one, _: one.standard_normal(shape, dtype=np.float32))
+    """Standard normal noise for each sample, by the Box-Muller transform. It is twice as fast as NumPy's own."""
+    count = math.prod(shape)
+    first, second = uniform(key, index, (2, (count + 1) // 2)).unbind(1)
+    radius = first.neg_().log1p_().mul_(-2).sqrt_()
+    angle = second.mul_(2 * math.pi)
+    both = torch.cat((radius * angle.cos(), radius.mul_(angle.sin_())), dim=1)
+    return both[:, :count].reshape(len(index), *shape)
 
 
 def uniform(key: Key, index: Tensor, shape: tuple[int, ...], kind: Any = np.float32) -> Tensor:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from steelman.errors import UserError
+from steelman.arguments import home_of
+from steelman.errors import UserError, shown
 from steelman.rng import Key
 
 # The released generator draws one of the first five of its six pictures.
@@ -26,6 +27,7 @@ LEVELS = (0.41, 0.89)  # the mean of a part
 SPREAD = 0.115  # the standard deviation within a part
 TINT = (0.88, 1.02, 1.1)  # red, green and blue
 
+LEAST = 64  # pixels along a side of a picture
 MOST_PIXELS = 1 << 26
 
 
@@ -44,12 +46,26 @@ def folder_of(pictures: str | None) -> Path | None:
         return None
     if pictures is None:
         return _installed()
-    folder = Path(pictures)
-    if missing := [name for name in NAMES if not (folder / name).is_file()]:
+    folder = home_of("pictures", pictures)
+    try:
+        missing = [name for name in NAMES if not (folder / name).is_file()]
+    except OSError as error:
+        raise UserError(f"pictures: {shown(pictures)} cannot be a folder ({error.strerror})") from None
+    if missing:
         raise UserError(
             f"pictures: expected {NAMES[0]} to {NAMES[-1]} in {folder}, or {GENERATED!r}; {missing[0]} is missing"
         )
     return folder
+
+
+def check(pictures: str | None) -> None:
+    """Read all pictures, so that a wrong one is found before anything is measured."""
+    folder = folder_of(pictures)
+    for name in NAMES if folder is not None else ():
+        picture = _picture(Path(folder or ".") / name, 1.0)
+        if min(picture.shape[1:]) < LEAST:
+            got = f"{picture.shape[1]} x {picture.shape[2]}"
+            raise UserError(f"pictures: expected at least {LEAST} x {LEAST} pixels in {name}, got {got}")
 
 
 def source(pictures: str | None) -> str:

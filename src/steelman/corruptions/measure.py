@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,16 @@ from steelman.corruptions.accuracy import CorruptionAccuracy
 from steelman.corruptions.base import Corruption, Family, check_images, check_shape
 from steelman.corruptions.official import Official
 from steelman.corruptions.plan import Plan
-from steelman.corruptions.record import GENERATED, NAME, PARTS, Claimed, read_record, write_record
+from steelman.corruptions.record import (
+    GENERATED,
+    NAME,
+    PARTS,
+    Claimed,
+    check_claims,
+    differs,
+    read_record,
+    write_record,
+)
 from steelman.corruptions.weather import Frost
 from steelman.data.source import ArraySource, Source, name_of
 from steelman.errors import UserError, shown
@@ -31,7 +41,7 @@ from steelman.evaluation.evaluate import versions
 from steelman.evaluation.manners import check_manners
 from steelman.evaluation.stages import whole
 from steelman.evidence.bundle import data_digest, device_of, weights_digest
-from steelman.evidence.ledger import Work, digests
+from steelman.evidence.ledger import Work, digests, locked, tidy
 from steelman.precision import full_precision
 from steelman.progress import Ticker
 from steelman.rng import Key
@@ -110,9 +120,13 @@ def measure(
             check_model(model)
     device = device_of(next(iter(models.values())))
     if official is not None:
-        plan = dataclasses.replace(
-            plan, corruptions=tuple(name for name in plan.corruptions if name in official.corruptions)
-        )
+        both = tuple(name for name in plan.corruptions if name in official.corruptions)
+        if not both:
+            raise UserError(
+                f"official: expected one of {', '.join(plan.corruptions)}, and {official.name} there has "
+                f"{', '.join(official.corruptions)}"
+            )
+        plan = dataclasses.replace(plan, corruptions=both)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), full_precision():
         for name, model in models.items():
             with _about(name, models):
@@ -124,7 +138,11 @@ def measure(
             if places is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 places = {name: folder / str(number) for number, name in enumerate(models)}
-            claims = {name: claims_of(name, model, source, plan, official) for name, model in models.items()}
+            digest = digest_of(source)
+            claims = {name: claims_of(name, model, source, plan, official, digest) for name, model in models.items()}
+            for name in models:
+                check_claims(claims[name])
+                _finish_deleting(places[name], claims[name])
             found = {name: read_record(places[name], claims[name]) for name in models if (places[name] / NAME).exists()}
             works = {
                 name: stack.enter_context(Work(places[name] / "work", claims[name], PARTS))
@@ -146,8 +164,24 @@ def _images(plan: Plan, source: Source, official: Official | None) -> list[tuple
     return [(cell, source if official is None else official.cell(*cell)) for cell in cells]
 
 
-def claims_of(name: str, model: nn.Module, source: Source, plan: Plan, official: Official | None) -> dict[str, Any]:
-    """The settings of a measurement, which its evidence holds."""
+def digest_of(source: Source) -> str:
+    """The checksum of all images and labels."""
+    rows = torch.split(torch.arange(len(source)), rows_of(source))
+    return data_digest(torch.cat([digests(source.images(at), source.labels[at]) for at in rows]))
+
+
+def _finish_deleting(place: Path, claims: Mapping[str, Any]) -> None:
+    """Delete the folder of the batches if a killed call had written all evidence, and not deleted it."""
+    if (place / NAME).is_file() and (place / "work").exists() and not differs(place, claims):
+        with locked(place, "measuring"):
+            shutil.rmtree(place / "work")
+            tidy(place)
+
+
+def claims_of(
+    name: str, model: nn.Module, source: Source, plan: Plan, official: Official | None, digest: str
+) -> dict[str, Any]:
+    """The settings of a measurement, which its evidence holds. `digest` is the checksum of the data."""
     uses_frost = official is None and "frost" in plan.corruptions
     return {
         "model": name,
@@ -155,6 +189,7 @@ def claims_of(name: str, model: nn.Module, source: Source, plan: Plan, official:
         "data": name_of(source),
         "total": len(source) if official is None else len(official.cell(plan.corruptions[0], plan.severities[0])),
         "clean_total": len(source),
+        "data_digest": digest,
         "shape": list(source.shape),
         "classes": list(source.classes),
         "source": GENERATED if official is None else official.name,
@@ -201,8 +236,6 @@ def _measured(
             for name, parts in found.items():
                 guesses[name].append(torch.cat([part["guess"] for part in parts]))
                 checksums[name].append(_joined([part["bytes"] for part in parts]))
-    clean = Loaded(source, None, key).rows
-    sample = torch.cat([digests(source.images(at), source.labels[at]) for at in clean])
     return {
         name: Claimed(
             clean=guesses[name][0],
@@ -210,7 +243,6 @@ def _measured(
             clean_label=source.labels,
             label=images[0][1].labels,
             images=tuple(checksums[name][1:]),
-            data=data_digest(sample),
         )
         for name in models
     }

@@ -24,7 +24,7 @@ from torch import Tensor
 from steelman.arguments import home_of
 from steelman.corruptions import CORRUPTIONS, SEVERITIES
 from steelman.data.folder import FolderSource
-from steelman.data.source import ArraySource, Source, first, workers_of
+from steelman.data.source import ArraySource, Source, Subset, first, workers_of
 from steelman.errors import UserError, shortened, shown, unknown
 from steelman.rng import Key
 
@@ -219,9 +219,24 @@ def _imagenet(folder: Path, found: Sequence[str], clean: Source) -> Official:
             raise UserError(f"{place}: expected {n:,} images, as the clean set has, got {len(source):,}")
         if wrong := int((source.labels[:n] != _known(clean)).sum()):
             raise UserError(f"{place}: expected the labels of the clean set, got others for {wrong:,} of {n:,} images")
+        # Two images of one class could be exchanged. Their labels would not show it.
+        for at, (wanted, got) in enumerate(zip(_file_names(clean), _file_names(source), strict=False)):
+            if wanted != got:
+                raise UserError(
+                    f"{place}: expected image {at} to be {shown(wanted)}, as in the clean set, got {shown(got)}"
+                )
         return source if len(source) == n else first(source, n)
 
     return Official(title, tuple(found), read)
+
+
+def _file_names(source: Source) -> list[str]:
+    """The names of the files of a source, without their endings. None are known if it is no folder."""
+    if isinstance(source, FolderSource):
+        return [source.path(at).stem for at in range(len(source))]
+    if isinstance(source, Subset) and isinstance(source.source, FolderSource):
+        return [source.source.path(at).stem for at in source.index.tolist()]
+    return []
 
 
 def _check_classes(place: Path, classes: Sequence[str]) -> None:

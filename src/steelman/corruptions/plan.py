@@ -55,7 +55,7 @@ class Plan:
     def _pictures(self) -> Plan:
         if "frost" in self.corruptions:  # a folder without pictures is refused now, not after hours
             try:
-                Frost(pictures=self.frost).source()
+                Frost(pictures=self.frost).check()
             except UserError as error:
                 raise SettingsError([(("frost",), str(error).removeprefix("pictures: "))]) from None
         return self

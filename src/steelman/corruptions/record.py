@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -21,7 +21,7 @@ from pydantic import Field
 from safetensors.torch import save
 from torch import Tensor
 
-from steelman.arguments import printable
+from steelman.arguments import MOST_LETTERS, printable
 from steelman.bounded import problem, read_bytes, read_json, read_tensors
 from steelman.corruptions import CORRUPTIONS
 from steelman.corruptions.accuracy import CorruptionAccuracy
@@ -44,7 +44,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class _Settings(_Strict):
-    family: str
+    family: Literal["cifar", "imagenet"]
     exact: bool
     constants: dict[str, list[list[CONSTANT]]]
 
@@ -60,7 +60,7 @@ class Schema(_Strict):
     clean_total: Annotated[Count, Field(gt=0)]
     shape: Annotated[list[Annotated[Count, Field(gt=0)]], Field(min_length=3, max_length=3)]
     classes: Annotated[list[Name], Field(min_length=2)]
-    source: Name
+    source: Literal["generated", "CIFAR-10-C", "CIFAR-100-C", "ImageNet-C"]
     corruptions: Annotated[list[Name], Field(min_length=1, max_length=len(CORRUPTIONS))]
     severities: Annotated[list[Annotated[int, Field(ge=1, le=5)]], Field(min_length=1, max_length=5)]
     settings: _Settings | Annotated[dict[str, Any], Field(max_length=0)]
@@ -84,7 +84,6 @@ class Claimed:
     clean_label: Tensor
     label: Tensor
     images: tuple[str, ...]
-    data: str
 
     @property
     def clean_right(self) -> Tensor:
@@ -125,6 +124,7 @@ class Record:
             clean=self.claimed.clean_right,
             right=self.claimed.right,
             images=self.claimed.images,
+            digest=record["data_digest"],
             frost=record["frost"],
             versions=record["versions"],
         )
@@ -142,7 +142,6 @@ def write_record(folder: Path, claims: Mapping[str, Any], claimed: Claimed) -> R
     record = {
         "format": FORMAT,
         **claims,
-        "data_digest": claimed.data,
         **_counts(claims, claimed),
         "files": {ANSWERS: hashlib.sha256(content).hexdigest()},
     }
@@ -188,7 +187,7 @@ def read_record(folder: Path, claims: Mapping[str, Any] | None = None) -> Record
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except pydantic.ValidationError as error:
         raise DamagedError(f"{path} is damaged: {problem(error)}") from None
-    for text in (*record["classes"], *(record[name] for name in ("model", "data", "source", "frost"))):
+    for text in _texts(record):
         if not printable(text):
             raise DamagedError(f"{path} is damaged: expected texts of printable characters, got {shown(text)}")
     _check_names(path, record)
@@ -198,9 +197,25 @@ def read_record(folder: Path, claims: Mapping[str, Any] | None = None) -> Record
     return Record(folder, record, claimed)
 
 
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    """The texts that a check prints, or a page shows."""
+    own = (str(record[name]) for name in ("model", "data", "source", "frost"))
+    return [*own, *record["classes"], *record["versions"], *record["versions"].values()]
+
+
+def check_claims(claims: Mapping[str, Any]) -> None:
+    """Refuse claims that could not be read back, before hours of work go into them."""
+    for text in _texts(claims):
+        if not printable(text) or len(text) > MOST_LETTERS:
+            raise UserError(f"expected a name of at most {MOST_LETTERS:,} printable characters, got {shown(text)}")
+    if len(claims["classes"]) < 2:
+        raise UserError(f"data: expected at least two classes, got {len(claims['classes'])}")
+
+
 def differs(folder: Path, claims: Mapping[str, Any]) -> bool:
-    """Whether the evidence in `folder` is of another measurement than `claims`."""
-    return bool(difference_of(folder / NAME, json.loads(json.dumps(claims))))
+    """Whether `folder` holds another measurement than `claims`, finished or not."""
+    marks = [path for path in (folder / NAME, folder / "work" / "run.json") if path.is_file()]
+    return any(difference_of(path, json.loads(json.dumps(claims))) for path in marks)
 
 
 def _check_names(path: Path, record: Mapping[str, Any]) -> None:
@@ -234,13 +249,17 @@ def _answers(folder: Path, record: Mapping[str, Any]) -> Claimed:
         value = tensors[name]
         if value.dtype != torch.int32 or tuple(value.shape) != shape:
             raise DamagedError(f"{path}: expected {name} as whole numbers of shape {shape}, got {tuple(value.shape)}")
+        if bool((value < 0).any()):
+            raise DamagedError(f"{path}: expected classes of 0 or more in {name}")
         if bool(((value < 0) | (value >= len(record["classes"]))).any()) and "label" in name:
             raise DamagedError(f"{path}: expected labels from 0 to {len(record['classes']) - 1}")
+    same = torch.equal(tensors["label"], tensors["clean_label"])
+    if record["source"] == GENERATED and not same:
+        raise DamagedError(f"{path}: expected the labels of the clean images for images that are made from them")
     return Claimed(
         clean=tensors["clean"],
         guess=tensors["guess"],
         clean_label=tensors["clean_label"],
         label=tensors["label"],
         images=tuple(value for row in record["images"].values() for value in row),
-        data=record["data_digest"],
     )

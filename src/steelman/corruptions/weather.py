@@ -97,6 +97,10 @@ class Frost(RandomCorruption):
         """Where the frost comes from: "generated", or "pictures" with the start of their checksum."""
         return frost.source(self.pictures)
 
+    def check(self) -> None:
+        """Refuse pictures that are missing, damaged or tiny."""
+        frost.check(self.pictures)
+
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         size = (x.shape[2], x.shape[3])
         parts = frost.parts(self.pictures, size, self.family_for(*size), index, key).to(x.device, x.dtype)

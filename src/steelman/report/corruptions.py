@@ -31,7 +31,7 @@ class Shown:
 
     @classmethod
     def of(cls, mean: Mean) -> Shown:
-        return cls(accuracy=mean.value, interval=(max(mean.low, 0.0), min(mean.high, 1.0)))
+        return cls(accuracy=mean.value, interval=(mean.low, mean.high))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,7 @@ def render(
             models=[(one, look, _means(one)) for one, look in models],
             baseline=baseline,
             errors=_errors(found, baseline),
+            error_names=error_names(first),
             lead=_lead(found),
             differences=differences(found),
             heats=[(one, _heat(one)) for one in found],
@@ -128,6 +129,11 @@ def _errors(found: Sequence[CorruptionAccuracy], baseline: CorruptionAccuracy | 
     return [] if baseline is None else [(one.model, *error_texts(one, baseline)) for one in found]
 
 
+def error_names(one: CorruptionAccuracy) -> tuple[str, str]:
+    """What the errors against a baseline are called. With some cells alone they are no mCE."""
+    return ("mCE", "relative mCE") if one.standard else ("error ratio", "relative error ratio")
+
+
 def error_texts(one: CorruptionAccuracy, baseline: CorruptionAccuracy) -> tuple[str, str]:
     """The mCE and the relative mCE as texts."""
     values = (one.mce(baseline), one.mce(baseline, relative=True))
@@ -137,7 +143,8 @@ def error_texts(one: CorruptionAccuracy, baseline: CorruptionAccuracy) -> tuple[
 
 def _lead(found: Sequence[CorruptionAccuracy]) -> str:
     best = max(found, key=lambda one: one.mean.value)
-    worst_name, worst_severity = min(best.cells, key=lambda cell: best.accuracy(*cell))
+    cells = [(name, severity) for name in best.measured for severity in best.severities]
+    worst_name, worst_severity = min(cells, key=lambda cell: best.accuracy(*cell))
     kept = 100 * best.mean.value
     start = f"{best.model} gets {kept:.1f}% of the corrupted images right, on average over all cells"
     if len(found) > 1:
@@ -183,10 +190,7 @@ def _charts(models: Sequence[tuple[CorruptionAccuracy, Style]]) -> list[Chart]:
         lines = []
         for one, style in models:
             means = [one.over(names, (severity,)) for severity in one.severities]
-            points = [
-                Point(step, mean.value, max(mean.low, 0.0), min(mean.high, 1.0))
-                for step, mean in zip(steps, means, strict=True)
-            ]
+            points = [Point(step, mean.value, mean.low, mean.high) for step, mean in zip(steps, means, strict=True)]
             lines.append(Line(name=one.model, style=style, points=tuple(points)))
         return Chart(id=f"severity-{number}", title=title, x=across, y=percent_axis("accuracy"), lines=tuple(lines))
 

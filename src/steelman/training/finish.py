@@ -14,10 +14,10 @@ from torch import nn
 
 from steelman.attacks import Attack
 from steelman.corruptions.accuracy import CorruptionAccuracy
-from steelman.corruptions.measure import claims_of, measure
+from steelman.corruptions.measure import claims_of, digest_of, measure
 from steelman.corruptions.plan import CorruptionsSpec
 from steelman.corruptions.published import published_row
-from steelman.corruptions.record import NAME, differs
+from steelman.corruptions.record import differs
 from steelman.data.source import Source, first, workers_of
 from steelman.evaluation.evaluate import evaluate
 from steelman.evaluation.result import Evaluation
@@ -122,7 +122,8 @@ def _corrupted(folder: Path, model: nn.Module, measured: Measured, name: str) ->
         return None
     source, place = first(measured.clean, asked.samples), folder / CORRUPTED
     source.workers = workers_of(measured.source)
-    if (place / NAME).is_file() and differs(place, claims_of(name, model, source, asked, None)):
+    # What an earlier process left is of no use if the recipe or a library has changed since.
+    if place.exists() and differs(place, claims_of(name, model, source, asked, None, digest_of(source))):
         place.rename(folder / f"{CORRUPTED}-{time.time_ns()}")
     found = measure({name: model}, source, asked, places={name: place}, batch_size=measured.batch_size)[name]
     corruption_page.write(place / "report.html", [found])
