@@ -97,8 +97,9 @@ class Corruption:
             at = slice(start, start + rows)
             part = x[at].to(kind)
             _check_range(part)  # here, where the values are in the cache anyway
-            made = self._apply(part, constants, index[at], key).clamp(0, 1)
-            found[at] = truncated(made) if self.exact else made
+            made = self._apply(part, constants, index[at], key)
+            made = made.clone() if made.data_ptr() == part.data_ptr() else made  # it is changed in place below
+            found[at] = _cut(made.clamp_(0, 1)) if self.exact else made.clamp_(0, 1)
 
         with torch.inference_mode(False):
             on_threads(corrupt, range(0, len(x), rows), x.device)
@@ -177,7 +178,12 @@ def truncated(x: Tensor) -> Tensor:
     >>> truncated(torch.tensor([0.5, 1.0])) * 255
     tensor([127., 255.])
     """
-    return (x * 255).add_(SLACK).floor_().clamp_(0, 255).div_(255)
+    return _cut(x.clone())
+
+
+def _cut(x: Tensor) -> Tensor:
+    """The same in place."""
+    return x.mul_(255).add_(SLACK).floor_().div_(255)
 
 
 def grey(x: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class ElasticTransform(RandomCorruption):
         noise = 2 * uniform(key.fold("field"), index, (2, height, width)).to(x.dtype) - 1
         lines = [filters.blur_matrix(side, sigma, 3.0, "mirror") for side in (height, width)]
         field = amplitude * filters.separable(noise, *lines)
-        rows = torch.arange(height, device=x.device, dtype=torch.float64)[:, None]
-        columns = torch.arange(width, device=x.device, dtype=torch.float64)
+        rows = torch.arange(height, device=x.device, dtype=x.dtype)[:, None]
+        columns = torch.arange(width, device=x.device, dtype=x.dtype)
         return filters.sample(x, rows + field[:, 0], columns + field[:, 1], edge_twice=True)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from steelman.corruptions.base import Constants, RandomCorruption, drawn, normal, uniform
+from steelman.corruptions.base import Constants, RandomCorruption, drawn, normal
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -61,8 +62,10 @@ class ImpulseNoise(RandomCorruption):
 
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         (share,) = constants
-        u = uniform(key, index, tuple(x.shape[1:]))
-        return torch.where(u < share, (u < share / 2).to(x.dtype), x)
+        # 16 bits decide: the share is right to 1 in 65,536, and drawing them takes a quarter of the time.
+        bits = drawn(key, index, lambda one, _: one.integers(-(1 << 15), 1 << 15, x.shape[1:], dtype=np.int16))
+        most, half = round(share * (1 << 16)) - (1 << 15), round(share * (1 << 15)) - (1 << 15)
+        return torch.where(bits < most, (bits < half).to(x.dtype), x)
 
 
 @settings
