@@ -16,7 +16,7 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from steelman.corruptions import CORRUPTIONS, blur, filters, weather
+from steelman.corruptions import CORRUPTIONS, blur, filters, noise, weather
 from steelman.errors import UserError
 from steelman.rng import Key
 from tests import corruption_oracles as oracles
@@ -100,6 +100,8 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[Array]:
         monkeypatch.setattr(Key, name, kept(getattr(Key, name)))
     own = {name: kept(getattr(np.random.Generator, name)) for name in ("random", "standard_normal", "integers")}
     monkeypatch.setattr(np.random, "Generator", type("Generator", (np.random.Generator,), own))
+    for file in (noise, weather):  # it makes its numbers from others
+        monkeypatch.setattr(file, "normal", kept(file.normal))
     return found
 
 
