@@ -20,6 +20,7 @@ from steelman.errors import TrainingInterruptedError, UserError
 from steelman.objectives import Batch, Outcome
 from steelman.rng import Key
 from steelman.training import Trainer, run
+from steelman.training import finish as ending
 from steelman.training import folder as folders
 from steelman.training.checkpoint import checkpoints
 from tests.training_helpers import (
@@ -295,7 +296,7 @@ def test_killed_while_evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Training is over and the test set half read: a resume measures again, and does not train."""
     source, _ = recipes.read(RECIPE[1], RECIPE[2:])
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(ending, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("trained again"))
@@ -308,7 +309,9 @@ def test_killed_before_the_report_is_written(tmp_path: Path, monkeypatch: pytest
     """A run is finished once its report is there; until then a resume goes on."""
     source, _ = recipes.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            finishing, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(OSError, match="No space left"):
             run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
