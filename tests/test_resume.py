@@ -309,9 +309,7 @@ def test_killed_before_the_report_is_written(tmp_path: Path, monkeypatch: pytest
     """A run is finished once its report is there; until then a resume goes on."""
     source, _ = recipes.read(RECIPE[1], [*RECIPE[2:], "training.epochs=1"])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            finishing, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        )
+        patch.setattr(ending, "write_report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             run.train(source, tmp_path / "run", console=Console(quiet=True), allow_import=OWN)
     run.resume(tmp_path / "run", Console(quiet=True), allow_import=OWN)
