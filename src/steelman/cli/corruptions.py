@@ -74,6 +74,7 @@ def corruptions(
     """
     import torch
 
+    from steelman.arguments import model_of
     from steelman.cli.measure import dataset_of
     from steelman.cli.subjects import model_at, models_named
     from steelman.corruptions import SEVERITIES, STANDARD
@@ -100,7 +101,7 @@ def corruptions(
     source = first(dataset.test, samples)
     source.workers = workers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nets = {name: model.to(device) for name, (model, _) in loaded.items()}
+    nets = {name: model_of(name, model).to(device) for name, (model, _) in loaded.items()}
     stored = None if official is None else open_official(official, source)
     if stored is not None and not set(plan.corruptions) & set(stored.corruptions):
         there = ", ".join(stored.corruptions)
