@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,11 +30,13 @@ from steelman.corruptions.check import verify_corruptions
 from steelman.corruptions.measure import measure
 from steelman.corruptions.official import open_official
 from steelman.corruptions.plan import CorruptionsSpec, Plan
+from steelman.corruptions.published import PUBLISHED
 from steelman.corruptions.record import ANSWERS, NAME, read_record
 from steelman.data.source import ArraySource
 from steelman.evaluation.result import interval
 from steelman.evidence.bundle import DamagedError, seal_of
 from steelman.recipe import parse
+from steelman.recipe import read as read_recipe
 from steelman.report import corruptions as page
 
 NAMES = ("gaussian-noise", "fog", "contrast")
@@ -486,6 +489,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"name: small\ndata: {{name: arrays, root: {root}}}\nmodel: linear\nthreat: {{norm: linf, eps: 0.1}}\n"
         "objective: standard\ntraining: {epochs: 1, batch_size: 16, lr: 0.01}\nvalidation: {size: 10}\n"
         "evaluation: {samples: 20, corruptions: {corruptions: [fog, contrast], samples: 10}}\n"
+        "published: [{paper: Pang et al. (2020), table: Table 5, row: TRADES+HE, numbers: {mCA: 75.78}}]\n"
     )
     done = CliRunner().invoke(app, ["train", str(recipe), "--out", str(place / "run")])
     assert done.exit_code == 0, done.output
@@ -498,9 +502,23 @@ def test_a_recipe_asks_for_corruptions(run: Path) -> None:
     assert found is not None
     assert (found.total, found.corruptions) == (10, ("fog", "contrast"))
     assert (run / "corruptions" / "report.html").is_file()
+    beside = (run / "corruptions" / "comparison.html").read_text()
+    assert "The paper prints a mean of 75.78%" in beside
+    assert "Table 5 leaves out Snow: the cells give 79.23" in beside
+    (fog,) = re.findall(r'<tr><th scope="row">fog</th>(.*?)</tr>', beside)[1:2]
+    for value in PUBLISHED["TRADES+HE"].cells["fog"]:
+        assert f'<span class="count">{value:.1f}</span>' in fog
+
     done = CliRunner().invoke(app, ["verify", str(run / "corruptions"), "--model", str(run)])
     assert done.exit_code == 0, done.output
     assert "answered the images of 10 cells again" in done.output
+
+
+def test_the_recipes_of_table_5_ask_for_corruptions() -> None:
+    for name, row in (("he-cifar10-pgd-at", "PGD-AT"), ("he-cifar10-trades-he", "TRADES+HE")):
+        recipe = parse(*read_recipe(name))
+        assert recipe.evaluation.corruptions is not None
+        assert row in [one.row for one in recipe.published or () if "mCA" in one.numbers]
 
 
 def test_the_command_measures_and_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
