@@ -538,8 +538,14 @@ def test_a_runs_folder_stands_for_its_own_verdict(
     code, out, err = command("compare", f"a={a_run}", "b=other", "--out", "page.html")
     assert (code, err) == (0, "")
     assert "a and b have the same weights" in out
-    # Where its data cannot be had, nothing is accepted: a stranger's folder could name data that nobody has.
+    # A verdict on a smaller radius than the run's own is no mistake, but it is said.
     described = json.loads((tmp_path / "other" / "model.json").read_text())
+    told = "the run's model.json says"
+    assert told not in command("verify", "other")[1]
+    wider = {**described, "threat": {**described["threat"], "eps": 2 * described["threat"]["eps"]}}
+    (tmp_path / "other" / "model.json").write_text(json.dumps(wider))
+    assert told in command("verify", "other/verdict", "--model", "other")[1]
+    # Where its data cannot be had, nothing is accepted: a stranger's folder could name data that nobody has.
     described["data"] = {"name": "mnist", "options": {"root": str(tmp_path / "nothing")}}
     (tmp_path / "other" / "model.json").write_text(json.dumps(described))
     code, out, err = command("verify", "other")

@@ -133,6 +133,8 @@ def verify(
     except DamagedError as error:
         raise _refuse("rejected", str(error)) from None
     _print_checked(found, place, published=seal is not None)
+    if note := _other_threat(bundle if model is None else Path(model), place):
+        _say(f"  note: {note}")
 
 
 def _corrupted(
@@ -200,6 +202,21 @@ def _print_checked(found: Checked, place: Path, *, published: bool) -> None:
         _say(f"  audit: {found.audit.text}")
     if found.rounded is not None:
         _say(f"  {found.rounded} of the {found.broken} samples stay broken when their images are rounded to 8 bits")
+
+
+def _other_threat(run: Path, place: Path) -> str:
+    """A sentence if the model of a run was trained for another threat model than that of the evidence."""
+    from steelman.cli.subjects import is_folder
+    from steelman.evidence.bundle import read_bundle
+    from steelman.training.described import model_file
+
+    if not is_folder(str(run)) or not (run / "model.json").is_file():
+        return ""
+    own, its = model_file(run / "model.json")["threat"], read_bundle(place).record["threat"]
+    if own == its:
+        return ""
+    first, second = (f"{one['norm']}, eps {one['eps']:.4g} in {one['low']:g} .. {one['high']:g}" for one in (own, its))
+    return f"the run's model.json says {first}, and the evidence is for {second}"
 
 
 def _own(run: Path, data: str | None, root: Path | None) -> tuple[nn.Module, Dataset]:
