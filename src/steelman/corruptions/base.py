@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,7 +31,7 @@ GREY = (0.299, 0.587, 0.114)  # the weights of red, green and blue in a grey ima
 
 
 @settings
-class Corruption:
+class Corruption(ABC):
     """A corruption of images in [0, 1], of one or three channels.
 
     Arguments:
@@ -105,11 +106,20 @@ class Corruption:
             on_threads(corrupt, range(0, len(x), rows), x.device)
         return found
 
+    @abstractmethod
+    def _apply(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
+        """The corrupted images. They may leave [0, 1]; the caller clips them."""
+
+
+@settings
+class PlainCorruption(Corruption):
+    """A corruption without noise."""
+
+    @abstractmethod
     def corrupt(self, x: Tensor, constants: Constants) -> Tensor:
         """The corrupted images. They may leave [0, 1]; the caller clips them."""
-        raise NotImplementedError
 
-    def _apply(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:  # noqa: ARG002 - see below
+    def _apply(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:  # noqa: ARG002 - it draws none
         return self.corrupt(x, constants)
 
 
@@ -117,9 +127,9 @@ class Corruption:
 class RandomCorruption(Corruption):
     """A corruption that draws noise for each image."""
 
+    @abstractmethod
     def draw(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         """The corrupted images, with the noise of each `index`. They may leave [0, 1]; the caller clips them."""
-        raise NotImplementedError
 
     def _apply(self, x: Tensor, constants: Constants, index: Tensor, key: Key) -> Tensor:
         return self.draw(x, constants, index, key)

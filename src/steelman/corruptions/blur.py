@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from steelman.corruptions import filters
-from steelman.corruptions.base import Constants, Corruption, RandomCorruption, drawn, truncated
+from steelman.corruptions.base import Constants, PlainCorruption, RandomCorruption, drawn, truncated
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -20,7 +20,7 @@ Whole = Annotated[int, Field(ge=1, le=100)] | None
 
 
 @settings
-class DefocusBlur(Corruption):
+class DefocusBlur(PlainCorruption):
     """The mean over a disk of `radius` pixels, whose edge is softened by a gaussian of `sigma`."""
 
     NAMES: ClassVar = ("radius", "sigma")
@@ -100,7 +100,7 @@ class MotionBlur(RandomCorruption):
 
 
 @settings
-class ZoomBlur(Corruption):
+class ZoomBlur(PlainCorruption):
     """The mean of the image and of its enlargements, by factors from 1 to `end` in steps of `step`.
 
     The released code means to end at 1.05 for the first severity of CIFAR, and its range ends one step later, for a
@@ -124,7 +124,7 @@ class ZoomBlur(Corruption):
 
 
 @settings
-class GaussianBlur(Corruption):
+class GaussianBlur(PlainCorruption):
     """A gaussian blur. It is no part of the 15 of the benchmark."""
 
     NAMES: ClassVar = ("sigma",)

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from steelman.corruptions import filters
-from steelman.corruptions.base import Constants, Corruption, RandomCorruption, by_pillow, in_colour, uniform
+from steelman.corruptions.base import Constants, PlainCorruption, RandomCorruption, by_pillow, in_colour, uniform
 from steelman.rng import Key
 from steelman.settings import Number, settings
 
@@ -19,7 +19,7 @@ Least = Annotated[Number, Field(ge=0)] | None
 
 
 @settings
-class Contrast(Corruption):
+class Contrast(PlainCorruption):
     """(x - mean) factor + mean, with the mean over the pixels of each channel."""
 
     NAMES: ClassVar = ("factor",)
@@ -92,7 +92,7 @@ def affine_places(height: int, width: int, moves: Tensor) -> tuple[Tensor, Tenso
 
 
 @settings
-class Pixelate(Corruption):
+class Pixelate(PlainCorruption):
     """Resize to `share` of the size and back, with a box filter, on 8-bit images."""
 
     NAMES: ClassVar = ("share",)
@@ -109,7 +109,7 @@ class Pixelate(Corruption):
 
 
 @settings
-class JPEGCompression(Corruption):
+class JPEGCompression(PlainCorruption):
     """JPEG compression of 8-bit images."""
 
     NAMES: ClassVar = ("quality",)
@@ -130,7 +130,7 @@ class JPEGCompression(Corruption):
 
 
 @settings
-class Saturate(Corruption):
+class Saturate(PlainCorruption):
     """S factor + added, for the S of HSV. It is no part of the 15 of the benchmark."""
 
     NAMES: ClassVar = ("factor", "added")

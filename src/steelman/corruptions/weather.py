@@ -14,7 +14,7 @@ from torch import Tensor
 from steelman.corruptions import filters, frost
 from steelman.corruptions.base import (
     Constants,
-    Corruption,
+    PlainCorruption,
     RandomCorruption,
     grey,
     in_colour,
@@ -155,7 +155,7 @@ def plasma(size: int, decay: float, index: Tensor, key: Key) -> Tensor:
 
 
 @settings
-class Brightness(Corruption):
+class Brightness(PlainCorruption):
     """V + amount, for the V of HSV: the largest of red, green and blue."""
 
     NAMES: ClassVar = ("amount",)
