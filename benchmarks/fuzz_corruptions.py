@@ -39,20 +39,23 @@ def make(templates: Path) -> None:
     np.save(stored / "labels.npy", np.tile(np.arange(4, dtype=np.uint8), 5))
 
 
-def claims(content: bytes, scratch: Path, templates: Path) -> None:
-    """The seal is made to fit, as a forger would."""
+def resealed(content: bytes) -> bytes:
+    """Claims whose seal is made to fit, as a forger would. What is no mapping is left as it is."""
     from steelman.bounded import read_json
     from steelman.errors import UserError
     from steelman.evidence.bundle import seal_of
 
-    place = Path(shutil.copytree(templates / FOLDER, scratch / FOLDER))
     try:
         record = read_json(content)
         record["seal"] = seal_of(record)
-        content = json.dumps(record, indent=1).encode()
+        return json.dumps(record, indent=1).encode()
     except (UserError, TypeError, AttributeError, UnicodeEncodeError):
-        pass  # no mapping: it is tried as it is
-    (place / "corruptions.json").write_bytes(content)
+        return content
+
+
+def claims(content: bytes, scratch: Path, templates: Path) -> None:
+    place = Path(shutil.copytree(templates / FOLDER, scratch / FOLDER))
+    (place / "corruptions.json").write_bytes(resealed(content))
     (place / "report.html").unlink()
     _judged(place)
 

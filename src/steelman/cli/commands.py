@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -88,12 +87,12 @@ def train(
     Example: steelman train digits-pgd-at objective.attack.steps=7 training.seed=1 --out runs/mine
     """
     from steelman import recipe as recipes
+    from steelman.cli.subjects import folder_name
     from steelman.training import run
 
     source, origin = recipes.read(recipe, overrides or [])
     recipes.check_root(source, origin)
-    # A name such as ".." would be a folder above runs.
-    name = re.sub(r"[^\w.+-]+", "-", str(source.get("name", ""))).lstrip(".")[:100] or "run"
+    name = folder_name(str(source.get("name", ""))) or "run"
     allowed = (*(allow_import or ()), *recipes.named_by(overrides or []))
     run.train(source, out or Path("runs") / name, console=console, origin=origin, allow_import=allowed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,10 @@ from steelman.cli.listing import AllowImport, complete_corruption, complete_data
 from steelman.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from steelman.corruptions.accuracy import CorruptionAccuracy
+    from steelman.data import Dataset
 
 app = typer.Typer()
 
@@ -135,6 +137,29 @@ def corruptions(
         console.print(Text(f"evidence: {home}, seal {_seal(home)}"), soft_wrap=True)
 
 
+def checked(
+    place: Path,
+    net: nn.Module | None,
+    dataset: Dataset | None,
+    official: Path | None,
+    frost: str | None,
+    seal: str | None,
+) -> tuple[str, str]:
+    """Check evidence on corrupted images, and say what was checked."""
+    from steelman.corruptions.check import verify_corruptions
+    from steelman.corruptions.official import open_official
+    from steelman.corruptions.record import read_record
+    from steelman.data.source import first
+    from steelman.progress import showing
+
+    record = read_record(place).record
+    source = None if dataset is None or net is None else first(dataset.test, record["clean_total"])
+    stored = None if official is None or source is None else open_official(official, source)
+    with showing(console):
+        found = verify_corruptions(place, model=net, source=source, official=stored, frost=frost, seal=seal)
+    return f"accepted: {place}, seal {found.seal}", f"  {found.text}"
+
+
 def _baseline(text: str | None, places: Mapping[str, str]) -> dict[str, str]:
     """The baseline by name. It may be one of the models."""
     from steelman.cli.subjects import models_named
@@ -152,26 +177,25 @@ def _baseline(text: str | None, places: Mapping[str, str]) -> dict[str, str]:
 
 def _homes(place: Path, names: Sequence[str]) -> dict[str, Path]:
     """A folder for each model: the given one for a single model, else one inside it."""
+    from steelman.cli.subjects import folder_name
+
     if len(names) == 1:
         return {names[0]: place}
     if (place / "corruptions.json").exists():
         raise UserError(f"--out: {place} holds the evidence of a single model; choose another folder")
-    homes = {name: place / _folder(name) for name in names}
+    homes = {name: place / (folder_name(name) or "model") for name in names}
     for name, home in homes.items():
         if twin := next((other for other in names if other != name and homes[other] == home), None):
             raise UserError(f"the models {name!r} and {twin!r} would have the same folder, {home.name}; rename one")
     return homes
 
 
-def _folder(name: str) -> str:
-    """A name that can be a folder's."""
-    return re.sub(r"[^\w.+-]+", "-", name).lstrip(".")[:100] or "model"
-
-
 def _default(claims: Mapping[str, Mapping[str, Any]]) -> Path:
     """A folder for these settings. The same settings have the same folder, so an interrupted call is found again."""
+    from steelman.cli.subjects import folder_name
+
     text = json.dumps(claims, sort_keys=True).encode()
-    name = _folder("-".join(claims))[:60]
+    name = folder_name("-".join(claims))[:60] or "model"
     return Path("runs") / "corruptions" / f"{name}-{hashlib.sha256(text).hexdigest()[:8]}"
 
 

@@ -88,6 +88,7 @@ def verify(
     """
     import torch
 
+    from steelman.cli.corruptions import checked
     from steelman.cli.subjects import subject
     from steelman.evidence.bundle import DamagedError, bundle_at
     from steelman.evidence.verify import verify as check
@@ -115,10 +116,11 @@ def verify(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reattack is not None and (net is None or dataset is None):
         raise UserError("--reattack: expected the model and the data with it")
-    if corrupted:
-        _corrupted(bundle, net.to(device) if net is not None else None, dataset, official, frost, seal)
-        return
     try:
+        if corrupted:
+            told = checked(bundle, net.to(device) if net is not None else None, dataset, official, frost, seal)
+            _say("\n".join(told))
+            return
         with showing(console):
             found = check(
                 bundle,
@@ -135,34 +137,6 @@ def verify(
     _print_checked(found, place, published=seal is not None)
     if note := _other_threat(bundle if model is None else Path(model), place):
         _say(f"  note: {note}")
-
-
-def _corrupted(
-    place: Path,
-    net: nn.Module | None,
-    dataset: Dataset | None,
-    official: Path | None,
-    frost: str | None,
-    seal: str | None,
-) -> None:
-    """Check evidence on corrupted images, and print what was checked."""
-    from steelman.corruptions.check import verify_corruptions
-    from steelman.corruptions.official import open_official
-    from steelman.corruptions.record import read_record
-    from steelman.data.source import first
-    from steelman.evidence.bundle import DamagedError
-    from steelman.progress import showing
-
-    try:
-        record = read_record(place).record
-        source = None if dataset is None or net is None else first(dataset.test, record["clean_total"])
-        stored = None if official is None or source is None else open_official(official, source)
-        with showing(console):
-            found = verify_corruptions(place, model=net, source=source, official=stored, frost=frost, seal=seal)
-    except DamagedError as error:
-        raise _refuse("rejected", str(error)) from None
-    _say(f"accepted: {place}, seal {found.seal}")
-    _say(f"  {found.text}")
 
 
 def _print_checked(found: Checked, place: Path, *, published: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,11 @@ def is_folder(text: str) -> bool:
         return Path(text).is_dir()
     except (OSError, ValueError):  # a name that is too long, or has a NUL character
         return False
+
+
+def folder_name(text: str) -> str:
+    """A text as the name of a folder. One such as ".." would be the folder above."""
+    return re.sub(r"[^\w.+-]+", "-", text).lstrip(".")[:100]
 
 
 def models_named(texts: Sequence[str]) -> dict[str, str]:

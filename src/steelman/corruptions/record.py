@@ -26,7 +26,7 @@ from steelman.bounded import problem, read_bytes, read_json, read_tensors
 from steelman.corruptions import CORRUPTIONS
 from steelman.corruptions.accuracy import CorruptionAccuracy
 from steelman.errors import UserError, shown
-from steelman.evidence.bundle import DamagedError, seal_of
+from steelman.evidence.bundle import DamagedError, check_texts, seal_of
 from steelman.evidence.ledger import difference_of, writing
 from steelman.evidence.schema import Count, Hash, Name
 from steelman.files import write_atomic
@@ -187,9 +187,7 @@ def read_record(folder: Path, claims: Mapping[str, Any] | None = None) -> Record
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except pydantic.ValidationError as error:
         raise DamagedError(f"{path} is damaged: {problem(error)}") from None
-    for text in _texts(record):
-        if not printable(text):
-            raise DamagedError(f"{path} is damaged: expected texts of printable characters, got {shown(text)}")
+    check_texts(record, path)
     _check_names(path, record)
     claimed = _answers(folder, record)
     if {key: record[key] for key in ("clean_correct", "cells", "images")} != _counts(record, claimed):
@@ -197,15 +195,10 @@ def read_record(folder: Path, claims: Mapping[str, Any] | None = None) -> Record
     return Record(folder, record, claimed)
 
 
-def _texts(record: Mapping[str, Any]) -> list[str]:
-    """The texts that a check prints, or a page shows."""
-    own = (str(record[name]) for name in ("model", "data", "source", "frost"))
-    return [*own, *record["classes"], *record["versions"], *record["versions"].values()]
-
-
 def check_claims(claims: Mapping[str, Any]) -> None:
     """Refuse claims that could not be read back, before hours of work go into them."""
-    for text in _texts(claims):
+    named = (claims[name] for name in ("model", "data", "frost"))
+    for text in (*named, *claims["classes"]):
         if not printable(text) or len(text) > MOST_LETTERS:
             raise UserError(f"expected a name of at most {MOST_LETTERS:,} printable characters, got {shown(text)}")
     if len(claims["classes"]) < 2:

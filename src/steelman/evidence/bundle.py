@@ -202,7 +202,7 @@ def read_bundle(folder: Path) -> Bundle:
         if record.get("seal") != seal_of(record) or content != _text(record):
             raise DamagedError(f"{path} was changed: its seal does not fit its content")
         Claims.model_validate(record)
-        _check_texts(record, path)
+        check_texts(record, path)
         threat = _threat(record["threat"])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -236,7 +236,7 @@ def _threat(claimed: dict[str, Any]) -> ThreatModel:
     return threat
 
 
-def _check_texts(record: dict[str, Any], path: Path) -> None:
+def check_texts(record: dict[str, Any], path: Path) -> None:
     """Refuse texts that steer a terminal: they could write lines that no check has said."""
     for text in _texts(record):
         if not printable(text):
