@@ -16,7 +16,8 @@ from steelman.data import AUGMENTATIONS, DATASETS, Augmentation
 from steelman.heads import HEADS
 from steelman.models import MODELS
 from steelman.objectives import OBJECTIVES, Objective
-from steelman.recipe import DataSpec, HeadSpec, ModelSpec, Recipe
+from steelman.recipe import Recipe
+from steelman.recipe_blocks import DataSpec, HeadSpec, ModelSpec
 from steelman.schedules import SCHEDULES, Schedule
 from steelman.settings import options_of
 from steelman.training import OPTIMIZERS

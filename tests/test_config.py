@@ -14,7 +14,8 @@ from steelman.cli.subjects import attack_from_text
 from steelman.data import CropFlip
 from steelman.errors import UserError
 from steelman.objectives.pgd_at import PGDAT
-from steelman.recipe import EvaluationSpec, Recipe, check_root, fingerprint, parse, read
+from steelman.recipe import Recipe, check_root, fingerprint, parse, read
+from steelman.recipe_blocks import EvaluationSpec
 from steelman.recipe_files import recipes
 from steelman.schedules import SCHEDULES
 from steelman.settings import name_and_options, options_from_texts

@@ -20,7 +20,8 @@ from steelman.attacks.fn import FNAttack
 from steelman.errors import UserError
 from steelman.models.classifier import build_classifier
 from steelman.objectives import OBJECTIVES
-from steelman.recipe import Published, Recipe, fingerprint, parse, read
+from steelman.recipe import Recipe, fingerprint, parse, read
+from steelman.recipe_blocks import Published
 from steelman.recipe_files import MISSING, laid_over, load, recipes, setting
 from steelman.schedules import Schedule, value_at
 from steelman.training import run
